@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import types
 from collections.abc import Iterator
@@ -128,6 +129,66 @@ def test_in_an_engine_of_two_ranks_all_are_noticed_and_all_but_experts_named(
     assert missed == ["two experts change places", "gate and up change places", "an expert is missing"]
 
 
+STALE_IN_DECODING = """
+def install():
+    from sglang.srt.models.deepseek_v2 import DeepseekV2ForCausalLM as Model
+
+    derive, forward = Model.post_load_weights, Model.forward
+
+    def attentions(self):
+        return [layer.self_attn for layer in self.model.layers]
+
+    def derive_and_keep_first(self, *args, **kwargs):
+        derive(self, *args, **kwargs)
+        if not hasattr(self, "first"):
+            self.first = [(one.w_kc.clone(), one.w_vc.clone()) for one in attentions(self)]
+
+    def decode_with_first(self, input_ids, positions, forward_batch, *args, **kwargs):
+        right = [(one.w_kc, one.w_vc) for one in attentions(self)]
+        for one, halves in zip(attentions(self), self.first if forward_batch.forward_mode.is_decode() else right):
+            one.w_kc, one.w_vc = halves
+        try:
+            return forward(self, input_ids, positions, forward_batch, *args, **kwargs)
+        finally:
+            for one, halves in zip(attentions(self), right):
+                one.w_kc, one.w_vc = halves
+
+    Model.post_load_weights, Model.forward = derive_and_keep_first, decode_with_first
+"""
+
+
+def write_plugin(directory: Path, name: str, text: str) -> None:
+    """A plugin that SGLang finds if ``directory`` is on its path."""
+    described = directory / f"{name}.dist-info"
+    described.mkdir(parents=True)
+    (directory / f"{name}.py").write_text(text)
+    (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (described / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {name}:install\n")
+
+
+def test_weights_that_an_engine_does_not_derive_again_are_noticed_in_decoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang decodes with halves of MLA's up-projection that it computes after loading. On CUDA it may read a prompt
+    without them, and does not on a CPU, so here they are stale in decoding alone."""
+    assets = make_assets("deepseek", tmp_path)
+    write_plugin(tmp_path / "plugins", "stale_in_decoding", STALE_IN_DECODING)
+    config = MegatronConfig(load=str(assets.torch_dist), trainer_threads=1, lr=1e-2)
+    with (
+        launch(assets, tmp_path / "right", right={}) as right,
+        monkeypatch.context() as changed,
+        ranks.Ranks(1, config, ALGORITHM, ModelShape.from_hf_config(assets.hf)) as trainer,
+    ):
+        path = filter(None, (str(tmp_path / "plugins"), os.getenv("PYTHONPATH")))
+        changed.setenv("PYTHONPATH", os.pathsep.join(path))
+        with launch(assets, tmp_path / "wrong", wrong={}) as wrong:
+            halves, urls = Halves(trainer, assets), [*right.engine_urls, *wrong.engine_urls]
+            trainer.call(ranks.nudge, 1)
+            with pytest.raises(RunError, match=r"1 of 2 engines .*computes again what it derives") as caught:
+                halves.update(urls)
+    assert re.search(f"{re.escape(wrong.engine_urls[0])} by .* nats in decoding", str(caught.value))
+
+
 def inject(halves: Halves, good: list[str]) -> list[str]:
     """Have every fault be noticed, in turn in all engines and in the last; those whose weight is not named."""
     named = {}
@@ -138,7 +199,7 @@ def inject(halves: Halves, good: list[str]) -> list[str]:
             print(f"{fault}: {halves.update(good, fault, wrong):.2g} is not noticed")
         text = str(caught.value)
         named[fault] = weight in text and all((f"{url} holds" in text) == (url in wrong) for url in good)
-        print(f"{fault}: {text[: text.index(' nats')][-40:]} nats; {text[text.index('; ') :][:160]}")
+        print(f"{fault}: {text[: text.index(' for a token')][-60:]}; {text[text.index('; ') :][:160]}")
         assert halves.update(good) < CANARY_LIMITS["float32"] / 10
     return [fault for fault, found in named.items() if not found]
 
@@ -147,6 +208,7 @@ def test_an_engine_that_computes_otherwise_holds_the_right_weights(
     assets: Assets, fleet: EngineFleet, trainer: ranks.Ranks
 ) -> None:
     halves = Halves(trainer, assets)
+    trainer.call(ranks.nudge, 1)  # without which experts are chosen by rounding
     with pytest.raises(
         RunError, match=r"1 of 3 engines compute other.*every weight that can be compared is the trainer"
     ) as caught:
@@ -156,6 +218,7 @@ def test_an_engine_that_computes_otherwise_holds_the_right_weights(
 
 def test_what_the_trainer_gathers_wrong_is_named(assets: Assets, fleet: EngineFleet, trainer: ranks.Ranks) -> None:
     halves, good = Halves(trainer, assets), list(fleet.engine_urls[:1])
+    trainer.call(ranks.nudge, 1)
     halves.update(good)
     weight = "decoder.layers.1.self_attention.linear_qkv.weight"
     trainer.call(faults.double_a_shard, weight)
@@ -163,6 +226,17 @@ def test_what_the_trainer_gathers_wrong_is_named(assets: Assets, fleet: EngineFl
         halves.update(good)
     trainer.call(faults.mend)
     halves.update(good)
+
+
+@pytest.mark.full
+def test_one_engine_of_four_has_stale_weights(assets: Assets, trainer: ranks.Ranks, tmp_path: Path) -> None:
+    with launch(assets, tmp_path, first={}, second={}, third={}, fourth={}) as running:
+        halves, urls = Halves(trainer, assets), list(running.engine_urls)
+        halves.update(urls)
+        trainer.call(ranks.nudge, 1)
+        with pytest.raises(RunError, match="1 of 4 engines compute other") as caught:
+            halves.update(urls, "all weights are stale", urls[2:3])
+    assert [url for url in urls if f"{url} holds" in str(caught.value)] == urls[2:3]
 
 
 @pytest.mark.full

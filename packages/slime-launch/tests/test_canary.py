@@ -31,16 +31,18 @@ class Halves:
 
     def __init__(self):
         self.calls, self.off, self.cause = [], dict.fromkeys(CHANNEL.engine_urls, 0.0), []
+        self.decoded = 0.0
 
     def log_probs(self, shard, *, on_poll):
         self.calls.append("trainer")
         assert all(sample.loss_mask.all() for sample in shard.samples)
         return [np.full(sample.response_length, -2.0) for sample in shard.samples]
 
-    def score(self, urls, rows):
+    def score(self, urls, tokens):
         self.calls.append("engines")
-        count = sum(len(row) - 1 for row in rows)
-        found = {url: [-2.0 - self.off[url]] * count for url in urls if url in self.off}
+        count = sum(len(row) - 1 for row in tokens.rows)
+        decoded = [-50.0 + self.decoded, -50.0] * (len(tokens.continued) // 2)
+        found = {url: [-2.0 - self.off[url]] * count + decoded for url in urls if url in self.off}
         looks = iter([False, True])
         return types.SimpleNamespace(done=lambda: next(looks), results=lambda: [found])
 
@@ -134,15 +136,25 @@ def test_a_difference_ends_the_run_and_names_the_cause(halves, cause, words):
     with pytest.raises(RunError, match=words) as caught:
         canary.check(poll)
     text = str(caught.value)
-    assert "weight version 7: 1 of 2 engines" in text and "http://b by 0.25 nats" in text
+    assert "weight version 7: 1 of 2 engines" in text and "http://b by 0.25 nats in reading" in text
     assert halves.calls == ["trainer", "engines", "memory", "inspect 7"]
+
+
+def test_a_difference_in_decoding_alone_ends_the_run(halves):
+    canary = canary_of(halves)
+    canary.sent(CHANNEL, 7, poll)
+    halves.decoded = 1.0
+    with pytest.raises(
+        RunError, match=r"http://a by 0\.5 nats in decoding.*computes again what it derives from weights"
+    ):
+        canary.check(poll)
 
 
 @pytest.mark.parametrize(
     ("given", "limit"),
     [
         ({}, 1e-4),
-        ({"--bf16": None}, 0.15),
+        ({"--bf16": None}, 0.4),
         ({"--weight-canary-limit": "0.03"}, 0.03),
         ({"--weight-canary-limit": "0"}, 0.0),
         ({"--debug-rollout-only": None}, 0.0),

@@ -32,6 +32,7 @@ from slime_launch.tracking import Tracker, read_rows
 from slime_megatron import worker
 from slime_megatron.losses import LOSSES, LossInputs
 from slime_megatron.roles import TrainedModel
+from slime_megatron.routing import changed
 from slime_megatron.step import step_metrics
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data_service import DataService, DataSpec
@@ -146,7 +147,19 @@ def one_step(wrapped, plan, packed, loss, algorithm, head, see):
         margins_P=torch.zeros(1),
         **{f"{name}_log_probs_N": values for name, values in known.items()},
     )
-    return step_metrics([loss(inputs)[1]])
+    return step_metrics([loss(inputs)[1]]) | (changed([with_experts()]) if packed.keywords["replays"] else {})
+
+
+def with_experts():
+    """As much of a model whose routers were given experts as is looked at."""
+    replayed = types.SimpleNamespace(counts_2=torch.tensor([1, 4]))
+    router = types.SimpleNamespace(router_replay=replayed)
+    layer = types.SimpleNamespace(mlp=types.SimpleNamespace(router=router), layer_number=1)
+    return types.SimpleNamespace(
+        config=types.SimpleNamespace(num_moe_experts=8),
+        decoder=types.SimpleNamespace(layers=[layer]),
+        parameters=lambda: iter([torch.zeros(1)]),
+    )
 
 
 @pytest.fixture
@@ -280,8 +293,8 @@ class Half:
     def log_probs(self, shard, **how):
         return [np.zeros(sample.response_length) for sample in shard.samples]
 
-    def score(self, urls, rows):
-        values = [0.0] * sum(len(row) - 1 for row in rows)
+    def score(self, urls, tokens):
+        values = [0.0] * sum(len(row) - 1 for row in tokens.rows)
         return types.SimpleNamespace(done=lambda: True, results=lambda: [dict.fromkeys(urls, values)])
 
 

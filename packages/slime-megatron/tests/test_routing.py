@@ -68,24 +68,26 @@ class ForcedTopk:
 
     def __init__(self, rows, layers):
         self.rows, self.layers, self.topk = rows, layers, torch.topk
+        self.changed = 0
 
     def __call__(self, scores, k, *args, **kwargs):
         if scores.shape[-1] != EXPERTS or k != TOPK or scores.dim() != 2:
             return self.topk(scores, k, *args, **kwargs)  # of groups of experts
         given = torch.from_numpy(self.rows[:, self.layers.pop(0)].astype(np.int64))
         own = self.topk(scores, k, *args, **kwargs).indices
+        self.changed += sum(len({*one} - {*other}) for one, other in zip(given.tolist(), own.tolist(), strict=False))
         chosen = torch.cat([given, own[len(given) :]])
         return torch.return_types.topk((scores.gather(1, chosen), chosen))
 
 
 def forced_log_probs(model, sample, name):
-    """What transformers computes with a sample's experts."""
+    """What transformers computes with a sample's experts, and how many of its own choices that changed."""
     rows = sample.extras["routed_experts"].reshape(-1, LAYERS, TOPK)
     forced = ForcedTopk(rows, list(range(dense_layers(name), LAYERS)))
     with mock.patch("torch.topk", forced), mock.patch.object(torch.Tensor, "topk", lambda *a, **k: forced(*a, **k)):
         found = plain_log_probs(model, sample, 1.0)
     assert not forced.layers
-    return found
+    return found, forced.changed
 
 
 @pytest.mark.parametrize("name", WITH_EXPERTS)
@@ -101,11 +103,26 @@ def test_log_probs_are_those_with_the_experts_of_the_engine(
     found, plain = (ranks.first("forward", [shard], role) for role in ("actor", "reference"))
     with torch.no_grad():
         for sample, own, of_reference in zip(samples, found, plain, strict=True):
-            wanted = forced_log_probs(model.hf, sample, name)
+            wanted, _ = forced_log_probs(model.hf, sample, name)
             np.testing.assert_allclose(own, wanted.numpy(), atol=2e-5)
             unforced = plain_log_probs(model.hf, sample, 1.0)
             np.testing.assert_allclose(of_reference, unforced.numpy(), atol=2e-5)
             assert (wanted - unforced).abs().max() > 0.01, "experts matter"
+
+
+def test_the_share_of_choices_that_replay_changed(ranks, tiny_model, tiny_config, make_samples, make_shards):
+    """Recomputation in the backward pass, and the pass of the old log-probs, count nothing twice."""
+    name = "deepseek/4"
+    model = tiny_model(name)
+    samples = with_experts(make_samples(groups=2, per_group=2), name, known=0.6)
+    config = tiny_config(load=model.checkpoint, **FULL)
+    ranks.start(1, config, model.shape, GRPO)
+    answers = ranks.call("train_and_watch_gradients", make_shards(samples), None)
+    with torch.no_grad():
+        changed = sum(forced_log_probs(model.hf, sample, name)[1] for sample in samples)
+    given = sum(len(sample.extras["routed_experts"]) for sample in samples) * (LAYERS - dense_layers(name)) * TOPK
+    assert answers[0][0].steps[0]["routing_replay_changed"] == pytest.approx(changed / given, abs=0.01)
+    assert 0.5 < changed / given < 1
 
 
 @pytest.fixture
@@ -144,6 +161,8 @@ def test_a_layout_replays_as_one_process_does(train, known, name, layout):
 
 def check_same(found, expected):
     for step, wanted in zip(found[0], expected[0], strict=True):
+        # A prompt that is shared counts once.
+        assert step["routing_replay_changed"] == pytest.approx(wanted["routing_replay_changed"], abs=0.06)
         for metric in ("loss", "grad_norm", "kl_loss"):
             assert abs(step[metric] - wanted[metric]) <= 1e-5 * max(0.1, abs(wanted[metric])), metric
     for key, wanted in expected[1][0].items():
@@ -171,7 +190,9 @@ def test_steps_choose_the_experts_of_the_old_log_probs(train, tiny_model, name, 
     expected = train(name, layouts["one process"], chosen_by_transformers)
     recorded = train(name, layouts[layout], lambda samples, name: samples, use_routing_replay=True)
     check_same(recorded, expected)
+    assert recorded[0][0]["routing_replay_changed"] < 0.01 < recorded[0][-1]["routing_replay_changed"]
     own = train(name, layouts["one process"], lambda samples, name: samples)
+    assert "routing_replay_changed" not in own[0][0]
     assert own[0][0]["loss"] == pytest.approx(expected[0][0]["loss"], abs=1e-6)
     assert any(np.abs(own[2][key] - value).max() > 1e-4 for key, value in expected[2].items()), "experts change"
 

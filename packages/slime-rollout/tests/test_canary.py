@@ -7,16 +7,22 @@ import math
 import pytest
 
 import slime_rollout.canary
-from slime_rollout.canary import LENGTH, SEQUENCES, CanaryError, EngineCanary, canary_rows, distance
+from slime_rollout.canary import LENGTH, SEQUENCES, CanaryError, CanaryTokens, EngineCanary
 from slime_rollout.http import HttpError
 
 ROWS = [[5, 6, 7], [8, 9]]
+TOKENS = CanaryTokens(rows=ROWS, decoded=3, pair=(1, 4))
 URL = "http://engine"
 
 
-def answer(rows, values=-1.5):
+def answer(rows, values=-1.5, taken=3):
+    decoded = {
+        "output_token_logprobs": [[-0.1, taken], *[[-0.1, 3]] * 3],
+        "output_token_ids_logprobs": [[[-1.0, 1], [-1.0, 4]], *[[[-42.0, 1], [-41.0, 4]]] * 3],
+    }
     return [
-        {"meta_info": {"input_token_logprobs": [[None, row[0]], *([values, one] for one in row[1:])]}} for row in rows
+        {"meta_info": {"input_token_logprobs": [[None, row[0]], *([values, one] for one in row[1:])]} | decoded}
+        for row in rows
     ]
 
 
@@ -37,24 +43,35 @@ def engine(monkeypatch):
 
 
 def ask():
-    return EngineCanary(key="k", timeout=1.0)([URL], ROWS)
+    return EngineCanary(key="k", timeout=1.0)([URL], TOKENS)
 
 
 def test_tokens_are_fixed_and_more_where_there_are_many_experts():
-    rows = canary_rows(1000)
-    assert rows == canary_rows(1000) and [len(row) for row in rows] == [LENGTH] * SEQUENCES
-    assert all(0 <= token < 999 for row in rows for token in row)
-    experts = canary_rows(1000, experts=256, chosen=8)
-    assert experts[:SEQUENCES] == rows and len(experts) * LENGTH * 8 >= 4 * 256
+    tokens = CanaryTokens.of(1000)
+    assert tokens == CanaryTokens.of(1000) and [len(row) for row in tokens.rows] == [LENGTH] * SEQUENCES
+    assert all(0 <= token < 999 for row in (*tokens.rows, *tokens.continued) for token in row)
+    assert len({tokens.decoded, *tokens.pair}) == 3
+    assert tokens.continued[2] == [*tokens.rows[0], tokens.decoded, tokens.decoded, tokens.pair[0]]
+    experts = CanaryTokens.of(1000, experts=256, chosen=8)
+    assert experts.rows[:SEQUENCES] == tokens.rows and len(experts.rows) * LENGTH * 8 >= 4 * 256
 
 
 def test_one_request_asks_about_all_tokens(engine):
     _, asked = engine
     canary = EngineCanary(key="k", timeout=1.0)
     for _ in range(2):
-        assert canary([URL], ROWS) == {URL: [-1.5] * 3}
+        assert canary([URL], TOKENS) == {URL: [-1.5] * 3 + [-42.0, -41.0] * 3}
     assert [url.removeprefix(URL) for url, _, _ in asked] == ["/server_info", "/generate", "/generate"]
-    assert asked[1][1]["input_ids"] == ROWS and asked[1][1]["logprob_start_len"] == 0 and asked[1][2] == "k"
+    body = asked[1][1]
+    assert body["input_ids"] == ROWS and body["logprob_start_len"] == 0 and asked[1][2] == "k"
+    assert body["token_ids_logprob"] == [1, 4] and [*body["sampling_params"]["logit_bias"]] == ["3"]
+
+
+def test_an_engine_that_decodes_speculatively_only_reads(engine):
+    answers, asked = engine
+    answers["/server_info"]["speculative_algorithm"] = "EAGLE"
+    assert ask() == {URL: [-1.5] * 3}
+    assert asked[1][1]["sampling_params"]["max_new_tokens"] == 0
 
 
 def test_half_an_engine_is_not_asked(engine):
@@ -82,8 +99,21 @@ def test_what_is_no_answer(engine, given, problem):
 
 
 def test_what_is_not_finite_is_infinitely_far(engine):
+    ours = [-1.5] * 3 + [-3.0, -2.0] * 3
+    assert TOKENS.distance(ours, ask()[URL]) == (0.0, "reading")
     engine[0]["/generate"] = answer(ROWS, None)
-    assert all(math.isnan(value) for value in ask()[URL])
-    assert distance([-1.0] * 3, ask()[URL]) == math.inf
-    assert distance([-1.0, -2.0], [-1.5, -1.5]) == 0.5
-    assert distance([-1.0], [-1.0, -2.0]) == distance([], []) == math.inf
+    assert all(math.isnan(value) for value in ask()[URL][:3])
+    assert TOKENS.distance(ours, ask()[URL]) == (math.inf, "reading")
+    engine[0]["/generate"] = answer(ROWS, taken=8)
+    assert TOKENS.distance(ours, ask()[URL]) == (math.inf, "decoding")
+
+
+def test_read_and_decoded_tokens_are_apart():
+    """The mean of the first, the median of the second, of which only the difference of each pair counts."""
+    read, decoded = [-1.0, -2.0, -3.0], [-5.0, -7.0] * 3
+    far = [-1.0, -2.0, -3.75]
+    assert TOKENS.distance(read + decoded, [*far, *[-9.0, -11.0] * 2, -9.0, -20.0]) == (0.25, "reading")
+    assert TOKENS.distance(read + decoded, [*far, -9.0, -11.0, *[-9.0, -12.0] * 2]) == (0.5, "decoding")
+    assert TOKENS.distance(read + decoded, far) == (0.25, "reading")
+    assert TOKENS.distance(read + decoded, read + decoded[:-1])[0] == math.inf
+    assert TOKENS.distance(read + decoded, read[:2])[0] == math.inf

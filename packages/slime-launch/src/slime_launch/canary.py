@@ -19,7 +19,7 @@ from slime_launch.errors import RunError
 from slime_launch.handover import Handover
 from slime_launch.rollouts import RolloutWorker
 from slime_launch.trainers import TrainerGroup
-from slime_rollout.canary import canary_rows, distance
+from slime_rollout.canary import CanaryTokens
 from slime_rollout.engine import WeightSyncError
 from slime_rollout.generation_service import ChannelSpec
 
@@ -38,8 +38,9 @@ class Canary:
     ) -> None:
         self._limit = limit
         self._trainers, self._rollout, self._memory = trainers, rollout, memory
-        self._rows = canary_rows(shape.vocab_size, experts=shape.num_experts or 1, chosen=shape.moe_router_topk or 1)
-        self._shard = canary_shard(self._rows)
+        experts, chosen = shape.num_experts or 1, shape.moe_router_topk or 1
+        self._tokens = CanaryTokens.of(shape.vocab_size, experts=experts, chosen=chosen)
+        self._shard = canary_shard(self._tokens)
         self._pending: tuple[ChannelSpec, int, list[float]] | None = None
         self._asked: Call[dict[str, list[float]]] | None = None
         self._seconds, self._largest = 0.0, float("nan")
@@ -59,7 +60,7 @@ class Canary:
     def ask(self) -> None:
         """Ask engines that can generate, without waiting: those that are busy answer after what they have begun."""
         if self._pending is not None and self._asked is None:
-            self._asked = self._rollout.score(self._pending[0].engine_urls, self._rows)
+            self._asked = self._rollout.score(self._pending[0].engine_urls, self._tokens)
 
     def check(self, poll: Poll) -> None:
         """Wait for the engines' answers, if there was an update since the last ones.
@@ -75,14 +76,14 @@ class Canary:
             poll()
         [answers] = self._asked.results()
         (channel, version, ours), self._pending, self._asked = self._pending, None, None
-        apart = {url: distance(ours, theirs) for url, theirs in answers.items()}
-        self._largest = max(apart.values(), default=float("nan"))
+        apart = {url: self._tokens.distance(ours, theirs) for url, theirs in answers.items()}
+        self._largest = max((mean for mean, _ in apart.values()), default=float("nan"))
         self._seconds += time.monotonic() - start
-        if wrong := {url: mean for url, mean in apart.items() if mean > self._limit}:
-            shown = ", ".join(f"{url} by {mean:.2g}" for url, mean in wrong.items())
+        if wrong := {url: found for url, found in apart.items() if found[0] > self._limit}:
+            shown = ", ".join(f"{url} by {mean:.2g} nats in {where}" for url, (mean, where) in wrong.items())
             raise RunError(
                 f"weight version {version}: {len(wrong)} of {len(apart)} engines compute other log-probs of fixed "
-                f"tokens than the trainer ({shown} nats a token on average, more than {self._limit:g}); "
+                f"tokens than the trainer ({shown} for a token; {self._limit:g} is allowed); "
                 f"{self._cause(channel, version, poll)}"
             )
 
@@ -119,24 +120,29 @@ class Canary:
             return f"the trainer sends these otherwise than it has them: {', '.join(misread)}"
         return (
             "every weight that can be compared is the trainer's, so the engine computes otherwise: compare its "
-            "configuration (rotary base, norms, scales, quantization) with the model's, or raise --weight-canary-limit"
+            "configuration (rotary base, norms, scales, quantization) with the model's, see whether it computes again "
+            "what it derives from weights (of MLA for decoding), or raise --weight-canary-limit"
         )
 
 
-def canary_shard(rows: list[list[int]]) -> TrainShard:
-    """The tokens as a shard for one data-parallel rank: every token but each first is a response's."""
+def canary_shard(tokens: CanaryTokens) -> TrainShard:
+    """The tokens as a shard for one data-parallel rank, in the order of :meth:`CanaryTokens.distance`.
+
+    Every token but each first is a response's; of rows that continue the first, the last alone.
+    """
+    rows = [(row, len(row) - 1) for row in tokens.rows] + [(row, 1) for row in tokens.continued]
     samples = [
         Sample(
             index=number,
             group_index=number,
             prompt="",
-            tokens=row,
-            response_length=len(row) - 1,
+            tokens=list(row),
+            response_length=length,
             reward=0.0,
-            rollout_log_probs=[0.0] * (len(row) - 1),
+            rollout_log_probs=[0.0] * length,
             status=Status.COMPLETED,
         )
-        for number, row in enumerate(rows)
+        for number, (row, length) in enumerate(rows)
     ]
     [shard] = build_shards(
         RolloutBatch(rollout_id=0, groups=[[sample] for sample in samples]),

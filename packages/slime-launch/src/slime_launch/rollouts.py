@@ -22,6 +22,7 @@ from slime_rollout.data_service import DataService
 from slime_rollout.generation_service import ChannelSpec, Progress
 
 if TYPE_CHECKING:
+    from slime_rollout.canary import CanaryTokens
     from slime_rollout.data import Account
 
 CLOSE_SECONDS = 10.0
@@ -156,9 +157,9 @@ class RolloutWorker:
         by_an_engine: bool = self._worker.call("call", "fail_update", silent)
         return by_an_engine
 
-    def score(self, urls: Sequence[str], rows: Sequence[Sequence[int]]) -> Call[dict[str, list[float]]]:
-        """Begin to ask for log-probs (nats) of tokens, but the first of each row, by engine."""
-        return Call({self._worker.start_call("call", "score", urls, rows): self._worker})
+    def score(self, urls: Sequence[str], tokens: CanaryTokens) -> Call[dict[str, list[float]]]:
+        """Begin to ask for log-probs (nats) of fixed tokens, by engine."""
+        return Call({self._worker.start_call("call", "score", urls, tokens): self._worker})
 
     def sleep(self, *, keep_weights: bool = False) -> None:
         """Have the engines give memory back, with ``keep_weights`` all but weights."""

@@ -17,8 +17,8 @@ from slime_launch.idle import idle_flags
 from slime_megatron.config import FUSED_ROUTERS
 from slime_rollout.config import MOST_KEPT, MOST_LISTED, SFT_ROLLOUT
 
-CANARY_LIMITS = {"float32": 1e-4, "bfloat16": 0.15}
-"""Mean distance in nats, by the engines' type; docs/explanation/exactness.md has what was measured in fp32."""
+CANARY_LIMITS = {"float32": 1e-4, "bfloat16": 0.4}
+"""Mean distance in nats, by the engines' type; docs/explanation/exactness.md has what was measured."""
 _KEEPING = "--rollout-top-p, --rollout-top-k or --rollout-min-p"
 
 
@@ -399,7 +399,7 @@ def canary_limit(settings: Settings) -> float:
         return 0.0
     if (given := settings.engine.weight_canary_limit) is not None:
         return given
-    return 0.5 if is_quantized(settings) else CANARY_LIMITS[engine_dtype(settings)]
+    return 1.0 if is_quantized(settings) else CANARY_LIMITS[engine_dtype(settings)]
 
 
 def num_engines(settings: Settings) -> int:

@@ -9,11 +9,12 @@ Notation: T packed tokens of this rank, E experts, K of them for each token, L l
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 from slime_core.errors import DataError
@@ -40,10 +41,15 @@ class ExpertChoice:
 
     Layers that are recomputed in the backward pass choose again what they chose in the forward pass. Forward passes of
     several micro-batches may come before the first backward pass, whose order is theirs.
+
+    Attributes:
+        made_TK: What was chosen, if it was to be kept.
+        counts_2: In training, how many of the given experts the router would not have chosen, and how many were given.
     """
 
     def __init__(self) -> None:
         self.made_TK: torch.Tensor | None = None
+        self.counts_2: torch.Tensor | None = None
         self._given_TK: torch.Tensor | None = None
         self._is_due = self._records = self._trains = False
         self._again: deque[torch.Tensor | None] = deque()
@@ -55,9 +61,10 @@ class ExpertChoice:
         self.made_TK = None
 
     def forget(self) -> None:
-        """Drop what a pass that failed has left."""
+        """Drop what earlier passes have left, also if they failed."""
         self._again.clear()
         self._is_due = False
+        self.counts_2 = None
 
     def get_replay_topk(
         self,
@@ -70,13 +77,21 @@ class ExpertChoice:
         """Scores and numbers of each token's experts [T, K]. Megatron's router calls this."""
         assert default_compute_topk is not None
         scores_TK, chosen_TK = default_compute_topk(scores_TE, topk, num_groups=num_groups, group_topk=group_topk)
-        given_TK = self._next()
+        counts, given_TK = self._is_due and self._trains, self._next()
         if given_TK is not None:
+            if counts:
+                self._count(given_TK, chosen_TK)
             chosen_TK = torch.where(given_TK < 0, chosen_TK, given_TK.long())
             scores_TK = scores_TE.gather(1, chosen_TK)
         if self._records:
             self.made_TK = chosen_TK
         return scores_TK, chosen_TK
+
+    def _count(self, given_TK: torch.Tensor, own_TK: torch.Tensor) -> None:
+        known_TK = given_TK >= 0
+        unlike_TK = known_TK & (given_TK[:, :, None] != own_TK[:, None, :]).all(-1)
+        counts_2 = torch.stack([unlike_TK.sum(), known_TK.sum()])
+        self.counts_2 = counts_2 if self.counts_2 is None else self.counts_2 + counts_2
 
     def _next(self) -> torch.Tensor | None:
         if self._is_due:
@@ -118,9 +133,27 @@ def record(model: Any, routing: Routing | None) -> None:
 
 
 def forget(model: Any) -> None:
-    """Drop what a pass that failed has left in a bare chunk."""
+    """Drop what earlier passes have left in a bare chunk."""
     for _, router in _routers(model):
         router.router_replay.forget()
+
+
+def changed(models: Sequence[Any]) -> dict[str, float]:
+    """The share of choices that replay changed in a step's forward passes, equal on all ranks; all call this.
+
+    Nothing for a model without experts, or where none were given.
+    """
+    if models[0].config.num_moe_experts is None:
+        return {}
+    counts_2 = torch.zeros(2, dtype=torch.int64, device=next(models[0].parameters()).device)
+    for model in models:
+        for _, router in _routers(model):
+            if (of_layer := router.router_replay.counts_2) is not None:
+                counts_2 += of_layer
+    # Ranks of one tensor-parallel group count the same tokens, unless sequence parallelism divides them.
+    dist.all_reduce(counts_2)
+    unlike, given = counts_2.tolist()
+    return {"routing_replay_changed": unlike / given} if given else {}
 
 
 def _routers(model: Any) -> Iterator[tuple[int, Any]]:

@@ -31,7 +31,7 @@ from slime_megatron.model import Chunks, bare, output_weight, run
 from slime_megatron.packing import MicroBatch, PackedBatch
 from slime_megatron.pairs import margins
 from slime_megatron.plan import PlannedBatch, StepPlan
-from slime_megatron.routing import forget
+from slime_megatron.routing import changed, forget
 
 Packed = Callable[[int], Iterator[PackedBatch]]
 """Gives the micro-batches on the device, each packed when it is asked for; called with the number of each chunk."""
@@ -164,7 +164,8 @@ def forward_backward(
 
         return run(chunk, batch), loss_of
 
-    return step_metrics(_schedule(forward_step, packed, model, count, forward_only=forward_only))
+    metrics = step_metrics(_schedule(forward_step, packed, model, count, forward_only=forward_only))
+    return metrics | changed([bare(chunk) for chunk in model])
 
 
 def _start_reducing(model: Chunks) -> None:

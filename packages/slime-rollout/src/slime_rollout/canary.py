@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import random
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,25 +17,79 @@ from slime_rollout.teacher import request
 
 logger = logging.getLogger(__name__)
 
-SEQUENCES, LENGTH = 1, 24
+SEQUENCES, LENGTH, DECODED = 1, 24, 3
 _SEED, _TIMES = 20, 4
+# Added to a logit (nats), so that a greedy engine takes this token. Small enough for the log-probs of others, which
+# SGLang may compute as log(softmax) in fp32.
+_BIAS = 40.0
 _ADVICE = "use a SGLang that has input log-probs, or compare none with --weight-canary-limit 0"
-Rows = Sequence[Sequence[int]]
 
 
 class CanaryError(SlimeError):
     """An engine cannot say what it makes of tokens."""
 
 
-def canary_rows(vocab_size: int, *, experts: int = 1, chosen: int = 1) -> list[list[int]]:
-    """Fixed tokens, drawn from the whole vocabulary: SEQUENCES rows of LENGTH, more for a model with many experts.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CanaryTokens:
+    """Fixed tokens: those that an engine reads, and those that it decodes.
 
-    With ``chosen`` of ``experts`` for each token, an expert is chosen four times on average, so that few have no part.
-    The vocabulary's last token is left out, which SGLang takes for the placeholder of an image.
+    An engine computes some weights again for decoding, such as the halves of MLA's up-projection, so both ways are
+    looked at. What it is made to decode has another probability there; how far two others are from each other does not
+    change.
+
+    Attributes:
+        rows: Lists of tokens that are read, at least one.
+        decoded: The token that is decoded again and again after the first of them, DECODED times.
+        pair: Two tokens that may follow it each time.
     """
-    dice = random.Random(_SEED)
-    rows = max(SEQUENCES, math.ceil(_TIMES * experts / chosen / LENGTH))
-    return [[dice.randrange(max(vocab_size - 1, 1)) for _ in range(LENGTH)] for _ in range(rows)]
+
+    rows: Sequence[Sequence[int]]
+    decoded: int
+    pair: tuple[int, int]
+
+    @classmethod
+    def of(cls, vocab_size: int, *, experts: int = 1, chosen: int = 1) -> CanaryTokens:
+        """Drawn from the whole vocabulary: SEQUENCES rows of LENGTH, more for a model with many experts.
+
+        With ``chosen`` of ``experts`` for each token, an expert is chosen four times on average, so that few have no
+        part. The vocabulary's last token is left out, which SGLang takes for the placeholder of an image.
+        """
+        dice = random.Random(_SEED)
+        count = max(SEQUENCES, math.ceil(_TIMES * experts / chosen / LENGTH))
+        rows = [[dice.randrange(max(vocab_size - 1, 1)) for _ in range(LENGTH)] for _ in range(count)]
+        decoded, one, other = dice.sample(range(vocab_size - 1), 3)
+        return cls(rows=rows, decoded=decoded, pair=(one, other))
+
+    @property
+    def continued(self) -> list[list[int]]:
+        """The first row with the decoded tokens up to each time, and one of the pair."""
+        times = range(1, DECODED + 1)
+        return [[*self.rows[0], *[self.decoded] * count, token] for count in times for token in self.pair]
+
+    def distance(self, ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, str]:
+        """The larger distance (nats) of reading and decoding, and which it is: a mean over tokens that are read, and a
+        median over those that are decoded, few as they are, as an expert chosen by rounding may move one.
+
+        Log-probs are of all tokens of ``rows`` but each first, then of the last ones of :attr:`continued`, which may be
+        missing in ``theirs``. The distance is infinite where a number is missing or not finite.
+        """
+        read = sum(len(row) - 1 for row in self.rows)
+        found = [(_summary(statistics.fmean, ours[:read], theirs[:read]), "reading")]
+        if len(theirs) != read:
+            found.append((_summary(statistics.median, _steps(ours[read:]), _steps(theirs[read:])), "decoding"))
+        return max(found)
+
+
+def _summary(of: Callable[[list[float]], float], ours: Sequence[float], theirs: Sequence[float]) -> float:
+    if len(ours) != len(theirs) or not ours:
+        return math.inf
+    apart = [abs(one - other) for one, other in zip(ours, theirs, strict=True)]
+    return of(apart) if all(map(math.isfinite, apart)) else math.inf
+
+
+def _steps(values: Sequence[float]) -> list[float]:
+    """How far the tokens of each pair are from their mean."""
+    return [(one - other) / 2 for one, other in zip(values[::2], values[1::2], strict=False)]
 
 
 class EngineCanary:
@@ -41,51 +97,79 @@ class EngineCanary:
 
     def __init__(self, *, key: str | None, timeout: float) -> None:
         self._key, self._timeout = key, timeout
-        self._whole: dict[str, bool] = {}
+        self._known: dict[str, Mapping[str, Any]] = {}
 
-    def __call__(self, urls: Sequence[str], rows: Rows) -> dict[str, list[float]]:
-        """Log-probs (nats) of all tokens of ``rows`` but each first, by engine.
+    def __call__(self, urls: Sequence[str], tokens: CanaryTokens) -> dict[str, list[float]]:
+        """Log-probs (nats) by engine, in the order of :meth:`CanaryTokens.distance`.
 
-        Engines that only prefill or only decode are left out: they answer nothing without the other kind.
+        Engines that only prefill or only decode are left out: they answer nothing without the other kind. Those that
+        decode speculatively only read: they may decode several tokens at once.
 
         Raises:
             CanaryError: An engine refuses, or answers in another form. One that does not answer is logged and left out:
                 whoever watches the engines sees that, too.
         """
         with ThreadPoolExecutor(max(1, len(urls))) as pool:
-            found = list(pool.map(lambda url: self._ask(url, rows), urls))
+            found = list(pool.map(lambda url: self._ask(url, tokens), urls))
         return {url: values for url, values in zip(urls, found, strict=True) if values is not None}
 
-    def _ask(self, url: str, rows: Rows) -> list[float] | None:
+    def _ask(self, url: str, tokens: CanaryTokens) -> list[float] | None:
         try:
-            if url not in self._whole:
+            if url not in self._known:
                 info = call("GET", f"{url}/server_info", key=self._key, attempts=3)
-                self._whole[url] = not isinstance(info, Mapping) or info.get("disaggregation_mode") in (None, "null")
-            if not self._whole[url]:
+                self._known[url] = info if isinstance(info, Mapping) else {}
+            if self._known[url].get("disaggregation_mode") not in (None, "null"):
                 return None
-            body = request([list(row) for row in rows], 0)
-            answers = call("POST", f"{url}/generate", body, key=self._key, timeout=self._timeout)
+            decodes = not self._known[url].get("speculative_algorithm")
+            answers = call("POST", f"{url}/generate", _body(tokens, decodes), key=self._key, timeout=self._timeout)
         except HttpError as error:
             if error.status is None:
                 logger.warning("weights of %s are not compared with the trainer's: %s", url, error)
                 return None
             raise CanaryError(f"{url} gives no log-probs of tokens: {error}; {_ADVICE}") from error
-        return [value for row, answer in zip(rows, answers, strict=True) for value in _values(url, row, answer)]
+        found = [value for row, one in zip(tokens.rows, answers, strict=True) for value in _read(url, row, one)]
+        return found + (_decoded(url, tokens, answers[0]) if decodes else [])
 
 
-def _values(url: str, row: Sequence[int], answer: Any) -> list[float]:
-    try:
-        entries = [(entry[0], entry[1]) for entry in answer["meta_info"]["input_token_logprobs"]]
-    except (KeyError, TypeError, IndexError) as error:
-        raise CanaryError(f"{url} gives no log-probs of tokens: {str(answer)[:200]}; {_ADVICE}") from error
+def _body(tokens: CanaryTokens, decodes: bool) -> dict[str, Any]:
+    rows = [list(row) for row in tokens.rows]
+    if not decodes:
+        return request(rows, 0)
+    sampling = {
+        "max_new_tokens": DECODED + 1,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "logit_bias": {str(tokens.decoded): _BIAS},
+    }
+    return request(rows, 0, sampling_params=sampling, token_ids_logprob=list(tokens.pair))
+
+
+def _read(url: str, row: Sequence[int], answer: Any) -> list[float]:
+    entries = _entries(url, answer, "input_token_logprobs")
     if [token for _, token in entries] != list(row):
         raise CanaryError(f"{url} gives log-probs of other tokens than it was asked about; {_ADVICE}")
-    return [float(value) if isinstance(value, int | float) else math.nan for value, _ in entries[1:]]
+    return [value for value, _ in entries[1:]]
 
 
-def distance(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The mean of |ours - theirs|; infinite where a number is missing or not finite."""
-    if len(ours) != len(theirs) or not ours:
-        return math.inf
-    mean = math.fsum(abs(one - other) for one, other in zip(ours, theirs, strict=True)) / len(ours)
-    return mean if math.isfinite(mean) else math.inf
+def _decoded(url: str, tokens: CanaryTokens, answer: Any) -> list[float]:
+    """The pair's log-probs each time; not a number after another token, which an engine takes whose logits are not."""
+    taken = [token for _, token in _entries(url, answer, "output_token_logprobs")]
+    found: list[float] = []
+    for place in range(1, DECODED + 1):
+        is_right = taken[:place] == [tokens.decoded] * place
+        entries = _entries(url, answer, "output_token_ids_logprobs", place)
+        value = {token: value for value, token in entries if is_right}
+        found += [value.get(token, math.nan) for token in tokens.pair]
+    return found
+
+
+def _entries(url: str, answer: Any, *path: str | int) -> list[tuple[float, int]]:
+    """Log-probs, NaN where there is none, and their tokens."""
+    try:
+        found = answer["meta_info"]
+        for part in path:
+            found = found[part]
+        entries = [(entry[0], entry[1]) for entry in found]
+    except (KeyError, TypeError, IndexError) as error:
+        raise CanaryError(f"{url} gives no log-probs of tokens: {str(answer)[:200]}; {_ADVICE}") from error
+    return [(float(value) if isinstance(value, int | float) else math.nan, token) for value, token in entries]

@@ -16,7 +16,7 @@ from slime_core.memory import Held, MemoryState
 from slime_core.types import EvalReport, RolloutBatch
 
 if TYPE_CHECKING:  # slow to import, and whoever only reads a channel's settings does not need it
-    from slime_rollout.canary import EngineCanary
+    from slime_rollout.canary import CanaryTokens, EngineCanary
     from slime_rollout.config import RolloutConfig
     from slime_rollout.data import Account
     from slime_rollout.engine.config import EngineConfig, WeightSyncConfig
@@ -286,14 +286,14 @@ class GenerationService:
         """Record that sending failed; returns whether the cause is an engine that is being replaced."""
         return self._started.fail_update(silent)
 
-    def score(self, urls: Sequence[str], rows: Sequence[Sequence[int]]) -> dict[str, list[float]]:
-        """What engines make of tokens, by engine: see :class:`slime_rollout.canary.EngineCanary`."""
+    def score(self, urls: Sequence[str], tokens: CanaryTokens) -> dict[str, list[float]]:
+        """What engines make of fixed tokens, by engine: see :class:`slime_rollout.canary.EngineCanary`."""
         from slime_rollout.canary import EngineCanary
 
         self._memory.require("score", Held.EVERYTHING)
         if self._canary is None:
             self._canary = EngineCanary(key=self._spec.engine.key, timeout=self._spec.engine.update_request_timeout)
-        return self._canary(urls, rows)
+        return self._canary(urls, tokens)
 
     def sleep(self, keep_weights: bool = False) -> None:
         """Stop generating, and have the engines give back their device memory, with ``keep_weights`` all but weights.

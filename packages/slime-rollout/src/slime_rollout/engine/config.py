@@ -76,9 +76,9 @@ class WeightSyncConfig(Config):
 
     weight_canary_limit: float | None = setting(
         None,
-        help="after every update engines and trainer compute log-probs of a few fixed tokens: largest mean distance, "
-        "beyond which the run ends and names the wrong weight; 0 computes none; by default 0.0001 in fp32, 0.15 in "
-        "bf16, 0.5 beside quantized weights",
+        help="after every update engines and trainer compute log-probs of a few fixed tokens: largest distance, "
+        "beyond which the run ends and names the wrong weight; 0 computes none; by default 0.0001 in fp32, 0.4 in "
+        "bf16, 1 beside quantized weights",
         unit="nats",
         least=0,
     )
