@@ -49,9 +49,9 @@ def ask():
 def test_tokens_are_fixed_and_more_where_there_are_many_experts():
     tokens = CanaryTokens.of(1000)
     assert tokens == CanaryTokens.of(1000) and [len(row) for row in tokens.rows] == [LENGTH] * SEQUENCES
-    assert all(0 <= token < 999 for row in (*tokens.rows, *tokens.continued) for token in row)
+    assert all(0 <= token < 999 for row in (*tokens.rows, *tokens.continuations) for token in row)
     assert len({tokens.decoded, *tokens.pair}) == 3
-    assert tokens.continued[2] == [*tokens.rows[0], tokens.decoded, tokens.decoded, tokens.pair[0]]
+    assert tokens.continuations[2] == [tokens.decoded, tokens.decoded, tokens.pair[0]]
     experts = CanaryTokens.of(1000, experts=256, chosen=8)
     assert experts.rows[:SEQUENCES] == tokens.rows and len(experts.rows) * LENGTH * 8 >= 4 * 256
 

@@ -54,7 +54,8 @@ class Canary:
             urls = dict.fromkeys((*self._pending[0].engine_urls, *channel.engine_urls))
             channel = dataclasses.replace(channel, engine_urls=tuple(urls))
         rows = self._trainers.log_probs(self._shard, on_poll=poll)
-        self._pending, self._asked = (channel, version, np.concatenate(rows).tolist()), None
+        ours = [np.asarray(row)[sample.loss_mask > 0] for row, sample in zip(rows, self._shard.samples, strict=True)]
+        self._pending, self._asked = (channel, version, np.concatenate(ours).tolist()), None
         self._seconds += time.monotonic() - start
 
     def ask(self) -> None:
@@ -128,21 +129,24 @@ class Canary:
 def canary_shard(tokens: CanaryTokens) -> TrainShard:
     """The tokens as a shard for one data-parallel rank, in the order of :meth:`CanaryTokens.distance`.
 
-    Every token but each first is a response's; of rows that continue the first, the last alone.
+    Of a row every token but the first is trained; of what continues the first row, which is a prompt that its samples
+    share, the last alone.
     """
-    rows = [(row, len(row) - 1) for row in tokens.rows] + [(row, 1) for row in tokens.continued]
+    rows = [(number, row[:1], row[1:], [1] * (len(row) - 1)) for number, row in enumerate(tokens.rows)]
+    rows += [(len(rows), tokens.rows[0], row, [0] * (len(row) - 1) + [1]) for row in tokens.continuations]
     samples = [
         Sample(
             index=number,
-            group_index=number,
+            group_index=group,
             prompt="",
-            tokens=list(row),
-            response_length=length,
+            tokens=[*prompt, *response],
+            response_length=len(response),
+            loss_mask=mask,
             reward=0.0,
-            rollout_log_probs=[0.0] * length,
+            rollout_log_probs=[0.0] * len(response),
             status=Status.COMPLETED,
         )
-        for number, (row, length) in enumerate(rows)
+        for number, (group, prompt, response, mask) in enumerate(rows)
     ]
     [shard] = build_shards(
         RolloutBatch(rollout_id=0, groups=[[sample] for sample in samples]),

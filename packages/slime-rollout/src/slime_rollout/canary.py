@@ -61,17 +61,17 @@ class CanaryTokens:
         return cls(rows=rows, decoded=decoded, pair=(one, other))
 
     @property
-    def continued(self) -> list[list[int]]:
-        """The first row with the decoded tokens up to each time, and one of the pair."""
+    def continuations(self) -> list[list[int]]:
+        """What follows the first row: the decoded tokens up to each time, and one of the pair."""
         times = range(1, DECODED + 1)
-        return [[*self.rows[0], *[self.decoded] * count, token] for count in times for token in self.pair]
+        return [[*[self.decoded] * count, token] for count in times for token in self.pair]
 
     def distance(self, ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, str]:
         """The larger distance (nats) of reading and decoding, and which it is: a mean over tokens that are read, and a
         median over those that are decoded, few as they are, as an expert chosen by rounding may move one.
 
-        Log-probs are of all tokens of ``rows`` but each first, then of the last ones of :attr:`continued`, which may be
-        missing in ``theirs``. The distance is infinite where a number is missing or not finite.
+        Log-probs are of all tokens of ``rows`` but each first, then of the last of each of :attr:`continuations`, which
+        may be missing in ``theirs``. The distance is infinite where a number is missing or not finite.
         """
         read = sum(len(row) - 1 for row in self.rows)
         found = [(_summary(statistics.fmean, ours[:read], theirs[:read]), "reading")]
