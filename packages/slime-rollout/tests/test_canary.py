@@ -15,10 +15,10 @@ TOKENS = CanaryTokens(rows=ROWS, decoded=3, pair=(1, 4))
 URL = "http://engine"
 
 
-def answer(rows, values=-1.5, taken=3):
+def answer(rows, values=-1.5, taken=3, pair=-42.0):
     decoded = {
         "output_token_logprobs": [[-0.1, taken], *[[-0.1, 3]] * 3],
-        "output_token_ids_logprobs": [[[-1.0, 1], [-1.0, 4]], *[[[-42.0, 1], [-41.0, 4]]] * 3],
+        "output_token_ids_logprobs": [[[-1.0, 1], [-1.0, 4]], *[[[pair, 1], [-41.0, 4]]] * 3],
     }
     return [
         {"meta_info": {"input_token_logprobs": [[None, row[0]], *([values, one] for one in row[1:])]} | decoded}
@@ -74,6 +74,13 @@ def test_an_engine_that_decodes_speculatively_only_reads(engine):
     assert asked[1][1]["sampling_params"]["max_new_tokens"] == 0
 
 
+def test_decoding_is_left_out_where_the_bias_is_too_small(engine):
+    engine[0]["/generate"] = answer(ROWS, taken=8)
+    assert ask() == {URL: [-1.5] * 3}
+    engine[0]["/generate"] = answer(ROWS, pair=-1e38)
+    assert ask() == {URL: [-1.5] * 3}
+
+
 def test_half_an_engine_is_not_asked(engine):
     engine[0]["/server_info"] = {"disaggregation_mode": "prefill"}
     assert ask() == {} and len(engine[1]) == 1
@@ -104,8 +111,6 @@ def test_what_is_not_finite_is_infinitely_far(engine):
     engine[0]["/generate"] = answer(ROWS, None)
     assert all(math.isnan(value) for value in ask()[URL][:3])
     assert TOKENS.distance(ours, ask()[URL]) == (math.inf, "reading")
-    engine[0]["/generate"] = answer(ROWS, taken=8)
-    assert TOKENS.distance(ours, ask()[URL]) == (math.inf, "decoding")
 
 
 def test_read_and_decoded_tokens_are_apart():

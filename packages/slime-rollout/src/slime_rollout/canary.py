@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 
 SEQUENCES, LENGTH, DECODED = 1, 24, 3
 _SEED, _TIMES = 20, 4
-# Added to a logit (nats), so that a greedy engine takes this token. Small enough for the log-probs of others, which
-# SGLang may compute as log(softmax) in fp32.
-_BIAS = 40.0
+# Added to a logit (nats), so that a greedy engine takes this token. Others keep log-probs that are precise down to
+# _LEAST: SGLang may compute them as log(softmax) in fp32.
+_BIAS, _LEAST = 40.0, -85.0
 _ADVICE = "use a SGLang that has input log-probs, or compare none with --weight-canary-limit 0"
 
 
@@ -152,15 +152,13 @@ def _read(url: str, row: Sequence[int], answer: Any) -> list[float]:
 
 
 def _decoded(url: str, tokens: CanaryTokens, answer: Any) -> list[float]:
-    """The pair's log-probs each time; not a number after another token, which an engine takes whose logits are not."""
+    """The pair's log-probs each time; none where logits are so far apart that the bias cannot tell."""
     taken = [token for _, token in _entries(url, answer, "output_token_logprobs")]
     found: list[float] = []
     for place in range(1, DECODED + 1):
-        is_right = taken[:place] == [tokens.decoded] * place
-        entries = _entries(url, answer, "output_token_ids_logprobs", place)
-        value = {token: value for value, token in entries if is_right}
+        value = {token: value for value, token in _entries(url, answer, "output_token_ids_logprobs", place)}
         found += [value.get(token, math.nan) for token in tokens.pair]
-    return found
+    return [] if taken[:DECODED] != [tokens.decoded] * DECODED or min(found) < _LEAST else found
 
 
 def _entries(url: str, answer: Any, *path: str | int) -> list[tuple[float, int]]:
