@@ -107,10 +107,10 @@ class Rollout(Half):
         self.memory.require("begin_update", Held.WEIGHTS)
         return types.SimpleNamespace(engine_urls=()) if only_behind and not self.behind else self.engine
 
-    def score(self, urls, rows):
+    def score(self, urls, tokens):
         self.memory.require("score", Held.EVERYTHING)
         self.clock.tick("canary")
-        return Call(lambda: {url: seen_by(self.engine.weights, rows) for url in urls})
+        return Call(lambda: {url: seen_by(self.engine.weights, tokens.rows) for url in urls})
 
     def confirm_update(self, version: int) -> None:
         assert self.engine.weights is not None
@@ -212,7 +212,7 @@ class Trainers(Half):
 
     def log_probs(self, shard, *, on_poll):
         self.memory.require("log_probs", Held.WEIGHTS)
-        return [np.array(seen_by(self.weights, [sample.tokens.tolist() for sample in shard.samples]))]
+        return [np.array(seen_by(self.weights, [one.tokens.tolist()]))[-one.response_length :] for one in shard.samples]
 
     def inspect(self, engine, version, *, on_poll):
         self.memory.require("push", Held.WEIGHTS)
