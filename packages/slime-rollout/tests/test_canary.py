@@ -111,10 +111,13 @@ def test_what_is_not_finite_is_infinitely_far(engine):
     engine[0]["/generate"] = answer(ROWS, None)
     assert all(math.isnan(value) for value in ask()[URL][:3])
     assert TOKENS.distance(ours, ask()[URL]) == (math.inf, "reading")
+    for wrong in ({"pair": None}, {"pair": None, "taken": 8}, {"pair": math.nan}, {"pair": -math.inf}):
+        engine[0]["/generate"] = answer(ROWS, **wrong)
+        assert TOKENS.distance(ours, ask()[URL]) == (math.inf, "decoding")
 
 
 def test_read_and_decoded_tokens_are_apart():
-    """The mean of the first, the median of the second, of which only the difference of each pair counts."""
+    """Reading counts by its mean. Decoding counts by its median, and only by how far the tokens of a pair are apart."""
     read, decoded = [-1.0, -2.0, -3.0], [-5.0, -7.0] * 3
     far = [-1.0, -2.0, -3.75]
     assert TOKENS.distance(read + decoded, [*far, *[-9.0, -11.0] * 2, -9.0, -20.0]) == (0.25, "reading")

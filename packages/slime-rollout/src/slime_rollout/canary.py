@@ -76,7 +76,9 @@ class CanaryTokens:
         read = sum(len(row) - 1 for row in self.rows)
         found = [(_summary(statistics.fmean, ours[:read], theirs[:read]), "reading")]
         if len(theirs) != read:
-            found.append((_summary(statistics.median, _steps(ours[read:]), _steps(theirs[read:])), "decoding"))
+            found.append(
+                (_summary(statistics.median, _within_pairs(ours[read:]), _within_pairs(theirs[read:])), "decoding")
+            )
         return max(found)
 
 
@@ -87,7 +89,7 @@ def _summary(of: Callable[[list[float]], float], ours: Sequence[float], theirs: 
     return of(apart) if all(map(math.isfinite, apart)) else math.inf
 
 
-def _steps(values: Sequence[float]) -> list[float]:
+def _within_pairs(values: Sequence[float]) -> list[float]:
     """How far the tokens of each pair are from their mean."""
     return [(one - other) / 2 for one, other in zip(values[::2], values[1::2], strict=False)]
 
@@ -152,13 +154,19 @@ def _read(url: str, row: Sequence[int], answer: Any) -> list[float]:
 
 
 def _decoded(url: str, tokens: CanaryTokens, answer: Any) -> list[float]:
-    """The pair's log-probs each time; none where logits are so far apart that the bias cannot tell."""
-    taken = [token for _, token in _entries(url, answer, "output_token_logprobs")]
+    """The pair's log-probs each time; none where logits are so far apart that the bias cannot tell.
+
+    Whatever is not finite is given: it is never left out.
+    """
+    taken = _entries(url, answer, "output_token_logprobs")[:DECODED]
     found: list[float] = []
     for place in range(1, DECODED + 1):
         value = {token: value for value, token in _entries(url, answer, "output_token_ids_logprobs", place)}
         found += [value.get(token, math.nan) for token in tokens.pair]
-    return [] if taken[:DECODED] != [tokens.decoded] * DECODED or min(found) < _LEAST else found
+    if not all(math.isfinite(value) for value in (*found, *(value for value, _ in taken))):
+        return [math.nan] * len(found)
+    is_right = [token for _, token in taken] == [tokens.decoded] * DECODED
+    return found if is_right and min(found) >= _LEAST else []
 
 
 def _entries(url: str, answer: Any, *path: str | int) -> list[tuple[float, int]]:
