@@ -156,13 +156,13 @@ def known():
 def test_a_layout_replays_as_one_process_does(train, known, name, layout):
     if name not in known:
         known[name] = train(name, Layout(1, {}))
-    check_same(train(name, (LAYOUTS | PIPELINED)[layout]), known[name])
+    # A prompt that is shared counts once.
+    check_same(train(name, (LAYOUTS | PIPELINED)[layout]), known[name], changed=0.06 if "shared" in layout else 0.03)
 
 
-def check_same(found, expected):
+def check_same(found, expected, changed=0.03):
     for step, wanted in zip(found[0], expected[0], strict=True):
-        # A prompt that is shared counts once.
-        assert step["routing_replay_changed"] == pytest.approx(wanted["routing_replay_changed"], abs=0.06)
+        assert step["routing_replay_changed"] == pytest.approx(wanted["routing_replay_changed"], abs=changed)
         for metric in ("loss", "grad_norm", "kl_loss"):
             assert abs(step[metric] - wanted[metric]) <= 1e-5 * max(0.1, abs(wanted[metric])), metric
     for key, wanted in expected[1][0].items():
