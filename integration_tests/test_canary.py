@@ -61,12 +61,17 @@ def fleet(assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield running
 
 
-@pytest.fixture(scope="module")
-def trainer(assets: Assets) -> Iterator[ranks.Ranks]:
+def train(assets: Assets) -> ranks.Ranks:
+    """A trainer of two tensor-parallel ranks."""
     config = MegatronConfig(
         load=str(assets.torch_dist), trainer_threads=1, lr=1e-2, tensor_model_parallel_size=2, sequence_parallel=True
     )
-    with ranks.Ranks(2, config, ALGORITHM, ModelShape.from_hf_config(assets.hf)) as running:
+    return ranks.Ranks(2, config, ALGORITHM, ModelShape.from_hf_config(assets.hf))
+
+
+@pytest.fixture(scope="module")
+def trainer(assets: Assets) -> Iterator[ranks.Ranks]:
+    with train(assets) as running:
         yield running
 
 
@@ -120,13 +125,21 @@ def test_faults_are_noticed_and_named(assets: Assets, fleet: EngineFleet, traine
 
 
 @pytest.mark.full
-def test_in_an_engine_of_two_ranks_all_are_noticed_and_all_but_experts_named(
+def test_in_an_engine_of_two_ranks_faults_are_noticed_and_named(tmp_path: Path) -> None:
+    assets = make_assets("qwen3-moe-split", tmp_path)
+    with launch(assets, tmp_path / "logs", split={"tp_size": 2}) as running, train(assets) as trainer:
+        assert inject(Halves(trainer, assets, 2), list(running.engine_urls)) == []
+
+
+@pytest.mark.full
+def test_of_experts_that_a_cpu_pads_it_is_said_that_they_may_differ(
     assets: Assets, trainer: ranks.Ranks, tmp_path: Path
 ) -> None:
-    """Split experts are laid out otherwise on a CPU: SGLang pads their rows there."""
     with launch(assets, tmp_path, split={"tp_size": 2}) as running:
-        missed = inject(Halves(trainer, assets, 2), list(running.engine_urls))
-    assert missed == ["two experts change places", "gate and up change places", "an expert is missing"]
+        halves, good = Halves(trainer, assets, 2), list(running.engine_urls)
+        trainer.call(ranks.nudge, 1)
+        with pytest.raises(RunError, match=r"every engine holds .*experts.w13_weight, .* otherwise, in all layers: wrong"):
+            halves.update(good, "two experts change places")
 
 
 STALE_IN_DECODING = """

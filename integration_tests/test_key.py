@@ -53,7 +53,7 @@ def test_without_the_runs_key_nothing_is_answered_and_nothing_shows_it(
     extra = ["--check-weight-update-equal", *(["--sglang-api-key", given] if given else [])]
     command = train_command(llama, tmp_path, *extra, rollouts=FOREVER)
     ended = end_run(command, tmp_path, look, ready=trained(tmp_path, 2))
-    assert ended.code == 130, ended.text[-4000:]
+    assert ended.code == 130, f"exit code {ended.code}\n{ended.text[-4000:]}"
     [key] = keys
     assert key == given if given else re.fullmatch(r"[\w-]{43}", key)
     # the router's port for Prometheus answers whatever it is asked with counts

@@ -39,7 +39,7 @@ def test_nothing_is_left(case: str, qwen3: Assets, tmp_path: Path, request: pyte
         ended = end_run(command, tmp_path, end, ready=trained(tmp_path, 1))
     print(f"{case}: {ended.processes} processes, exit code {ended.code}, {len(ended.left)} left; shared {ended.memory}")
     assert not ended.left, ended.left
-    assert ended.code in codes, ended.text[-4000:]
+    assert ended.code in codes, f"exit code {ended.code}\n{ended.text[-4000:]}"
     # torch's is there during an update of the weights alone
     assert {"sglang"} <= {name.partition("_")[0] for name in ended.memory} <= {"torch", "sglang"}
     assert not ended.memory_left

@@ -94,6 +94,10 @@ _CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3": lambda: Qwen3Config(**_SHAPE, tie_word_embeddings=False),
     "llama": lambda: LlamaConfig(**_SHAPE, tie_word_embeddings=True),
     "qwen3-moe": lambda: Qwen3MoeConfig(**_THREE, **_EXPERTS, tie_word_embeddings=False),
+    # On a CPU SGLang pads an expert's share of a rank to 32 rows. These two ranks share as they would on a GPU.
+    "qwen3-moe-split": lambda: Qwen3MoeConfig(
+        **_THREE, **(_EXPERTS | {"num_experts": 6, "moe_intermediate_size": 64}), tie_word_embeddings=False
+    ),
     "glm4-moe": lambda: Glm4MoeConfig(**_THREE, **_ROUTED, use_qk_norm=True, attention_bias=True),
     "deepseek": lambda: DeepseekV3Config(**(_THREE | _LATENT), **_ROUTED),
 }

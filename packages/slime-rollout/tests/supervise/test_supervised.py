@@ -381,7 +381,15 @@ def test_second_signal_ends_at_once(marked):
         top.send_signal(signal.SIGINT)
         time.sleep(0.2)  # two pending signals of one kind are one
         top.send_signal(signal.SIGINT)
-        assert top.wait(10) == 128 + signal.SIGKILL
+        assert top.wait(10) == 128 + signal.SIGINT
+    assert marked.pids() == []
+
+
+def test_a_command_that_outlasts_its_grace_period_has_the_code_of_the_signal(marked):
+    with marked.starter(TOP, then="signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)") as top:
+        marked.wait_ready()
+        top.send_signal(signal.SIGTERM)
+        assert top.wait(20) == 128 + signal.SIGTERM
     assert marked.pids() == []
 
 

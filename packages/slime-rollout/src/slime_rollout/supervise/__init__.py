@@ -187,8 +187,9 @@ def run_under_supervisor(command: Sequence[str], *, grace: float = 10.0) -> int:
     """Run a command; return its exit code (128 + n for signal n) when it and everything it started is gone.
 
     The first SIGINT, SIGTERM or SIGHUP is passed to the command, which gets ``grace`` seconds to end in order; a second
-    one ends the tree at once. If this process is killed, the supervisor ends the tree; if the supervisor is killed,
-    this process does. It takes over the whole process: call it from a main thread that has started no other children.
+    one ends the tree at once. A command that had to be killed then has the first signal's code. If this process is
+    killed, the supervisor ends the tree; if the supervisor is killed, this process does. It takes over the whole
+    process: call it from a main thread that has started no other children.
 
     Args:
         command: Program and arguments. It inherits standard input and output, but runs in a session of its own.
@@ -206,6 +207,8 @@ def run_under_supervisor(command: Sequence[str], *, grace: float = 10.0) -> int:
     if code < 0:
         print(f"the supervisor was ended by signal {-code}; everything below it was stopped", file=sys.stderr)
         return 128 - code
+    if received and code == 128 + signal.SIGKILL:  # it took too long; that is no reason to look for a lack of memory
+        return 128 + received[0]
     return code
 
 
