@@ -207,7 +207,7 @@ def run_under_supervisor(command: Sequence[str], *, grace: float = 10.0) -> int:
     if code < 0:
         print(f"the supervisor was ended by signal {-code}; everything below it was stopped", file=sys.stderr)
         return 128 - code
-    if received and code == 128 + signal.SIGKILL:  # it took too long; that is no reason to look for a lack of memory
+    if received and code == 128 + signal.SIGKILL:  # by the supervisor: memory was not short
         return 128 + received[0]
     return code
 
