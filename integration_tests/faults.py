@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slime_core.types import WeightUpdate
+from slime_rollout.weights import TensorWeightChannel
 
 if TYPE_CHECKING:
     from slime_megatron.worker import MegatronWorker
@@ -39,6 +40,16 @@ class FaultyChannel:
 
     def close(self) -> None:
         self.channel.close()
+
+
+@dataclasses.dataclass
+class DamagingChannel(TensorWeightChannel):
+    """What engines get of one tensor is twice what the channel is given, and compares with what they hold."""
+
+    damaged: str = ""
+
+    def _send(self, bucket: Any) -> int:
+        return super()._send([(name, tensor * 2 if name == self.damaged else tensor) for name, tensor in bucket])
 
 
 def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Fault:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from slime_rollout.weights import TensorWeightChannel
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
 ALGORITHM = AlgorithmConfig()
 UPDATES = 500
+LAYER = "model.layers.1."
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +130,7 @@ def test_in_an_engine_of_two_ranks_faults_are_noticed_and_named(tmp_path: Path) 
     assets = make_assets("qwen3-moe-split", tmp_path)
     with launch(assets, tmp_path / "logs", split={"tp_size": 2}) as running, train(assets) as trainer:
         assert inject(Halves(trainer, assets, 2), list(running.engine_urls)) == []
+        assert_damage_is_named(trainer, running.engine_urls, 2)
 
 
 @pytest.mark.full
@@ -215,6 +217,22 @@ def inject(halves: Halves, good: list[str]) -> list[str]:
         print(f"{fault}: {text[: text.index(' for a token')][-60:]}; {text[text.index('; ') :][:160]}")
         assert halves.update(good) < CANARY_LIMITS["float32"] / 10
     return [fault for fault, found in named.items() if not found]
+
+
+def assert_damage_is_named(trainer: ranks.Ranks, urls: Sequence[str], tp_size: int) -> None:
+    found = {}
+    for damaged in ("", f"{LAYER}self_attn.k_proj.weight", f"{LAYER}mlp.experts.5.up_proj.weight", "lm_head.weight"):
+        channel = faults.DamagingChannel(tuple(urls), tp_size, check=True, damaged=damaged)
+        found[damaged] = trainer.call(ranks.inspect, channel, 1)[0]
+    held = ("", f"{LAYER}self_attn.qkv_proj.weight", f"{LAYER}mlp.experts.w13_weight", "lm_head.weight")
+    wrong = ["; ".join(f"{url} holds {name} wrong" for url in urls) for name in held]
+    assert [*found.values()] == ["", *(f"weight version 1: {one}; send the weights again" for one in wrong[1:])]
+
+
+def test_an_update_whose_checksums_are_compared_names_what_arrives_wrong(
+    fleet: EngineFleet, trainer: ranks.Ranks
+) -> None:
+    assert_damage_is_named(trainer, fleet.engine_urls[:2], 1)
 
 
 def test_an_engine_that_computes_otherwise_holds_the_right_weights(

@@ -70,8 +70,8 @@ class WeightSyncConfig(Config):
     )
     check_weight_update_equal: bool = setting(
         False,
-        help="after every update, compare checksums of what the engines hold: with each other, and with what was sent "
-        "where SGLang reports a checksum of it (CPU engines without tensor parallelism, in the dtype that is sent)",
+        help="after every update, compare SGLang's checksums of what the engines hold with what was sent (not where it "
+        "is quantized) and with each other",
     )
 
     weight_canary_limit: float | None = setting(

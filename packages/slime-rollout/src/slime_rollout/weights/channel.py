@@ -6,9 +6,8 @@ import abc
 import concurrent.futures
 import contextlib
 import dataclasses
-import hashlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,22 +16,14 @@ from slime_core.types import WeightUpdate
 from slime_rollout.engine import WeightSyncError
 from slime_rollout.engine.config import REQUEST_TIMEOUT_SECONDS
 from slime_rollout.http import INCOMPLETE, HttpError, call
-from slime_rollout.weights.checkpoint import CheckpointReader, dtype_name, is_safetensors, some, tensor_bytes
+from slime_rollout.weights.checkpoint import CheckpointReader, is_safetensors
+from slime_rollout.weights.inspector import Gathered, check_engines, engine_checksums
 
 logger = logging.getLogger(__name__)
 
 GIVE_UP_SECONDS = 10.0
 # A slow engine still processes the request after we stop waiting for the response.
 LAST_WORD_SECONDS = 1.0
-# Weights that SGLang holds as one tensor, along the first dimension.
-FUSED = {
-    part: (fused, parts)
-    for fused, parts in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj")))
-    for part in parts
-}
-# SGLang pads a vocabulary to a multiple of this.
-PADDED, PADDED_ROWS = ("embed_tokens.weight", "lm_head.weight"), 64
-
 Result = TypeVar("Result")
 
 
@@ -48,10 +39,10 @@ class EngineChannel(abc.ABC):
     prefixes stays, too: see :class:`~slime_rollout.generation_service.CacheNamespace`.
 
     ``engine_urls`` are the engines themselves, not the router: it forwards no control requests. A request that may read
-    all weights, at an engine or a receiver, has ``load_timeout`` seconds, any other ``timeout``. With ``check`` the
-    checksums of what engines hold are compared by :func:`check_engines`. Engines were started with ``hf_checkpoint``;
-    if it is in safetensors, tensors must have its shapes: not every engine would survive another one. Requests carry
-    ``key``, if there is one.
+    all weights, at an engine or a receiver, has ``load_timeout`` seconds, any other ``timeout``. With ``check`` what
+    engines hold is compared (:func:`~slime_rollout.weights.inspector.check_engines`). Engines were started with
+    ``hf_checkpoint``; if it is in safetensors, tensors must have its shapes: not every engine would survive another
+    one. Requests carry ``key``, if there is one.
     """
 
     engine_urls: tuple[str, ...]
@@ -67,7 +58,7 @@ class EngineChannel(abc.ABC):
         self.engine_urls = tuple(url.rstrip("/") for url in self.engine_urls)
         self._update: WeightUpdate | None = None
         self._paused = False
-        self._digests: SentDigests | None = None
+        self._sent: Gathered | None = None
         self._shapes: CheckpointReader | None = None
 
     def __reduce__(self) -> tuple[type[EngineChannel], tuple[Any, ...]]:
@@ -80,8 +71,8 @@ class EngineChannel(abc.ABC):
                 f"the update to version {self._version} is still open; end it before version {update.version}"
             )
         self._update, self._paused = update, False
-        self._digests = SentDigests() if self.check else None
         with self._giving_up_on_error():
+            self._sent = Gathered.for_engines(self.engine_urls, self.tp_size, key=self.key) if self.check else None
             if self._shapes is None and is_safetensors(self.hf_checkpoint):
                 self._shapes = CheckpointReader(Path(self.hf_checkpoint))
             self._begin()
@@ -96,8 +87,8 @@ class EngineChannel(abc.ABC):
             if self._shapes is not None:
                 self._shapes.check_shapes(bucket)
             sent = self._send(bucket) if bucket else 0
-            if self._digests is not None:
-                self._digests.add(bucket)
+            if self._sent is not None:
+                self._sent.add(bucket)
         return sent
 
     def end(self) -> dict[str, str]:
@@ -109,13 +100,13 @@ class EngineChannel(abc.ABC):
         with self._giving_up_on_error():
             checksums = self._end()
             self._on_all(self._flush_cache)
-            if self._digests is not None:
+            if self._sent is not None:
                 held = dict(zip(self.engine_urls, self._on_all(self._checksums), strict=True))
-                check_engines(self._version, held, self._digests, tp_size=self.tp_size, key=self.key)
+                check_engines(self._version, held, self._sent)
             self._on_all(self._confirm_version)
             self._on_all(lambda url: self._post(url, "/continue_generation", {}))
             self._confirmed()
-        self._update = self._digests = None
+        self._update = self._sent = None
         return checksums
 
     @abc.abstractmethod
@@ -144,7 +135,7 @@ class EngineChannel(abc.ABC):
         try:
             yield
         except BaseException as error:
-            self._update = self._digests = None
+            self._update = self._sent = None
             try:
                 self.close()
             finally:
@@ -223,12 +214,7 @@ class EngineChannel(abc.ABC):
             logger.info("%s has requests running and keeps its cache", url)
 
     def _checksums(self, url: str) -> list[dict[str, str]]:
-        """Checksums of what an engine holds, by its own names, for each of its ranks."""
-        answer = self._post(url, "/weights_checker", {"action": "checksum"}, is_long=True)
-        try:
-            return [dict(rank["checksums"]) for rank in answer["ranks"]]
-        except (KeyError, TypeError) as error:
-            raise self._error(f"{url}/weights_checker gives no checksums: {str(answer)[:200]}", url) from error
+        return engine_checksums(url, timeout=max(self.timeout, self.load_timeout), key=self.key)
 
     def _confirm_version(self, url: str) -> None:
         """Set the version and read it back."""
@@ -262,105 +248,3 @@ def engine_weight_version(url: str, key: str | None = None) -> str:
     except (KeyError, TypeError) as error:
         text = f"{url}/model_info names no weight version; give the address of an engine"
         raise WeightSyncError(text, url=url) from error
-
-
-class SentDigests:
-    """SHA-256 of what was sent, under the names that engines use: SGLang's checksum on CPU engines."""
-
-    def __init__(self) -> None:
-        self._expected: dict[str, set[str]] = {}
-        self._fusing: dict[str, tuple[int, Any]] = {}
-        self.dtypes: set[str] = set()
-
-    def add(self, bucket: NamedTensors) -> None:
-        """Add some tensors."""
-        for name, tensor in bucket:
-            self.dtypes.add(dtype_name(tensor.dtype))
-            content = tensor_bytes(tensor)
-            digest = hashlib.sha256(content)
-            self._expected[name] = {_short(digest)}
-            if name.endswith(PADDED) and tensor.shape[0] % PADDED_ROWS:
-                missing = -tensor.shape[0] % PADDED_ROWS
-                digest.update(bytes(missing * len(content) // tensor.shape[0]))
-                self._expected[name].add(_short(digest))
-            self._fuse(name, content)
-
-    def _fuse(self, name: str, content: memoryview) -> None:
-        """Continue a fused tensor, if its parts come in their order."""
-        *module, part, kind = name.split(".") if name.count(".") else ("", name, "")
-        if part not in FUSED:
-            return
-        fused, parts = FUSED[part]
-        whole = ".".join((*module, fused, kind))
-        place, digest = self._fusing.get(whole, (0, hashlib.sha256()))
-        if parts[place] != part:
-            return
-        digest.update(content)
-        self._fusing[whole] = (place + 1, digest)
-        if place + 1 == len(parts):
-            self._expected[whole] = {_short(digest)}
-            del self._fusing[whole]
-
-    def compare(self, held: Mapping[str, str]) -> tuple[list[str], list[str]]:
-        """Of what was sent: names with the same checksum at an engine, and names with another one there."""
-        known = [name for name in held if name in self._expected]
-        same = [name for name in known if held[name] in self._expected[name]]
-        return same, sorted(set(known) - set(same))
-
-
-def check_engines(
-    version: int,
-    held: Mapping[str, list[dict[str, str]]],
-    sent: SentDigests,
-    *,
-    tp_size: int,
-    key: str | None = None,
-) -> None:
-    """Compare what all engines hold with each other, and with what was sent.
-
-    The latter only where they report a checksum of it: on CPU (SHA-256; on CUDA it is a kernel of SGLang's), without
-    tensor parallelism (a rank holds a part of most tensors), and in the dtype that was sent. Elsewhere engines that all
-    hold the same wrong weights are not noticed; a warning says so.
-
-    ``held`` maps an engine to the checksums of each of its ranks, by the engine's own names.
-    """
-    if not held:
-        return
-    first, expected = next(iter(held.items()))
-    for url, ranks in held.items():
-        if other := _different(ranks, expected):
-            text = f"{url} holds other weights than {first}: {some(other)}; send the weights again"
-            raise WeightSyncError(f"weight version {version}: {text}", url=url)
-    if reason := _why_not_comparable(first, sent, tp_size, key):
-        logger.warning("weight version %d: engines hold the same; not compared with what was sent: %s", version, reason)
-        return
-    same, different = sent.compare(expected[0])
-    if different or not same:
-        wrong = some(different) or "no tensor has a name that was sent"
-        text = f"{first} does not hold what was sent: {wrong}; send the weights again"
-        raise WeightSyncError(f"weight version {version}: {text}", url=first)
-    logger.info("weight version %d: %d tensors of %d engines are what was sent", version, len(same), len(held))
-
-
-def _why_not_comparable(url: str, sent: SentDigests, tp_size: int, key: str | None) -> str:
-    if tp_size > 1:
-        return "every rank holds a part"
-    try:
-        info = call("GET", f"{url}/server_info", key=key, attempts=3)
-        device, dtype = info["device"], info["dtype"]
-    except (HttpError, KeyError, TypeError) as error:
-        raise WeightSyncError(f"{url} does not report its device and dtype: {error}", url=url) from error
-    if device != "cpu":
-        return f"engines on {device} compute another kind of checksum"
-    return "" if sent.dtypes == {dtype} else f"{', '.join(sorted(sent.dtypes))} was sent and the engine has {dtype}"
-
-
-def _different(ranks: list[dict[str, str]], others: list[dict[str, str]]) -> list[str]:
-    if len(ranks) != len(others):
-        return [f"{len(ranks)} ranks instead of {len(others)}"]
-    pairs = zip(ranks, others, strict=True)
-    return sorted({name for one, other in pairs for name in one.keys() | other if one.get(name) != other.get(name)})
-
-
-def _short(digest: Any) -> str:
-    return str(digest.hexdigest()[:16])
