@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
+import psutil
 import pytest
 from ended import FOREVER, end_run, kill_one, trained
 from launching import Assets, train_command
@@ -15,10 +17,21 @@ SHARED = {
     "sigterm": ("whole_run", {143}),
     "sigkill": ("killed_run", {-9}),
 }
+
+
+def interrupt_while_workers_hang(family: list[psutil.Process]) -> None:
+    """Ctrl-C, when Ray's workers are stopped and so cannot end anything in order."""
+    for process in family[1:]:
+        if " ".join(process.cmdline()).startswith("ray::"):
+            process.suspend()
+    family[0].send_signal(signal.SIGINT)
+
+
 CRASHES = {
     "engine crashes": (kill_one("sglang.launch_server"), {1}),
 }
 FULL = {
+    "ctrl-c while workers hang": (interrupt_while_workers_hang, {130}),
     "trainer crashes": (kill_one("ray::", "Trainer"), {1}),
     "router crashes": (kill_one("sglang_router"), {1}),
     "ray crashes": (kill_one("raylet/raylet"), {1}),

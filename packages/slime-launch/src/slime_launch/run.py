@@ -162,11 +162,12 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch)
             os._exit(1)
         except BaseException as error:
             stalls.stop(error)
+            stop_all(stack)
             raise
         stalls.stop(None)
         with console.wait("stop engines, trainers and Ray"):
             trainers.leave()
-            stack.close()
+            stop_all(stack)
     minutes = (time.monotonic() - started) / 60
     report = make_report(
         tracker.rows, output_dir=output_dir, checkpoint=parts.state.resume_from, minutes=minutes, account=account
@@ -179,6 +180,14 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch)
             f"{account.problem}; see logs/rollout.log for the first rollout with that, and look at user-defined data "
             "sources, filters and rollout functions"
         )
+
+
+def stop_all(stack: contextlib.ExitStack) -> None:
+    """Stop what was started. What fails then is said, and hides nothing of why: the supervisor ends what is left."""
+    try:
+        stack.close()
+    except Exception as error:
+        print(f"slime-launch: could not stop everything in order: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def start_wandb(settings: Settings, output_dir: Path, *, resumed: bool) -> WandbRun | None:

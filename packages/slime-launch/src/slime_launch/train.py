@@ -15,7 +15,7 @@ from slime_launch.flags import OTHERS, command, read_train
 if TYPE_CHECKING:
     from slime_launch.preflight import Checked
 
-STOP_SECONDS = 20.0  # more than engines may take to be stopped in order, and Ray after them
+STOP_SECONDS = 10.0
 KILLED = (128 + 6, 128 + 9, 128 + 11)  # SIGABRT, SIGKILL, SIGSEGV
 ASYNC_BUFFER = "--async-buffer-size"
 
