@@ -324,7 +324,13 @@ def test_engines_that_all_hold_something_else_are_noticed(checking, engines, sen
     [
         ({"device": "xpu", "dtype": "float32"}, 1, 1, torch.zeros(3), "on xpu with weights in float32 compute another"),
         ({"device": "cpu", "dtype": "auto"}, 1, 1, torch.zeros(3), "on cpu with weights in auto compute another"),
-        ({"device": "cpu", "dtype": "float32"}, 2, 3, torch.zeros(3), "engines have 3 ranks, which is no multiple of"),
+        (
+            {"device": "cpu", "dtype": "float32"},
+            2,
+            3,
+            torch.zeros(3),
+            "tensor parallelism over 2 does not divide the 3 ranks of an engine",
+        ),
         ({"device": "cpu", "dtype": "float32"}, 1, 1, torch.zeros(3).char(), "with what was sent: 1 quantized tensors"),
         ({"device": "cpu", "dtype": "float32", "quantization": "fp8"}, 1, 1, torch.zeros(3), "engines quantize it"),
     ],

@@ -167,7 +167,7 @@ class Gathered:
     def expected(self, ranks: int) -> list[dict[str, set[str]]] | None:
         """For each of an engine's ranks, by its names, the checksums that are right; ``None`` if there is a reason."""
         if not self.reason and ranks % self._size:
-            self.reason = f"engines have {ranks} ranks, which is no multiple of tensor parallelism over {self._size}"
+            self.reason = f"tensor parallelism over {self._size} does not divide the {ranks} ranks of an engine"
         if self.reason:
             return None
         found: list[dict[str, set[str]]] = [{} for _ in range(self._size)]
