@@ -22,12 +22,12 @@ from slime_core.errors import SlimeError
 from slime_launch.calls import prepare
 from slime_launch.errors import PlacementError
 from slime_launch.placement import (
-    KEEP_CHILDREN,
     Placement,
     bundle_gpus,
     bundle_nodes,
     live_nodes,
     own_share,
+    runtime_env,
     strategy_of,
     use_cluster_interface,
 )
@@ -396,7 +396,7 @@ class NodeLauncher(EngineLauncher):
                     scheduling_strategy=strategy_of(*self._room.seats[seats[0]]),
                     num_cpus=0,
                     max_concurrency=CALLS_AT_ONCE,
-                    runtime_env=KEEP_CHILDREN,
+                    runtime_env=runtime_env(),
                 )
                 log = Path(self._room.log_dir) / f"engines-{host.replace(':', '-')}.log"
                 neighbours = 0 if self._room.cuda else -(-len(seats) // self._room.size)

@@ -22,6 +22,7 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from slime_launch.calls import Watch
@@ -35,7 +36,19 @@ _GET_ADDRESS = 0x8915  # Linux's SIOCGIFADDR
 # Of the run's actors. Their children end by themselves when the actor is gone, and clear up what is in /dev/shm:
 # torch's manager of shared memory, and the engines' supervisors. Ray would kill both when an actor exits, and on a
 # cluster that was there before nobody else cleans up.
-KEEP_CHILDREN = {"env_vars": {"RAY_kill_child_processes_on_worker_exit": "false"}}
+KEEP_CHILDREN = {"RAY_kill_child_processes_on_worker_exit": "false"}
+
+
+def runtime_env(variables: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any] | None:
+    """What Ray sets up for an actor: some variables, and :data:`KEEP_CHILDREN`; ``None`` if it has them already.
+
+    The processes of a Ray that this run started have its environment. To set one up, Ray starts a further process for
+    each actor, which imports Ray first.
+    """
+    wanted = {**KEEP_CHILDREN, **variables}
+    if os.environ.get("RAY_ADDRESS") is None and all(os.environ.get(name) == wanted[name] for name in wanted):
+        return None
+    return {"env_vars": wanted}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

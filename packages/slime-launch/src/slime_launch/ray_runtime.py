@@ -20,12 +20,13 @@ from typing import Any
 
 from slime_launch.config import ClusterConfig
 from slime_launch.errors import PlacementError, RayDiedError, Stopped
-from slime_launch.placement import plan_layout
+from slime_launch.placement import KEEP_CHILDREN, plan_layout
 from slime_launch.processes import stopped_below
 from slime_rollout.supervise.reaper import descendants, is_alive
 
 MAX_TEMP_DIR = 40  # Ray makes Unix sockets below it, and their paths may have 107 bytes
 ESSENTIAL = ("gcs_server", "raylet")
+SERVICES = ("start_monitor", "start_log_monitor", "start_api_server")
 KNOCK_SECONDS = 10.0
 TEMP_PREFIX = "slime-ray-"
 COUNT_GPUS = (
@@ -117,9 +118,11 @@ def _start(options: dict[str, Any]) -> Any:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray  # reads its settings from the environment, once
 
+    alone = contextlib.nullcontext() if "address" in options else _without_services()
     try:
         _knock(options.get("address", ""))
-        ray.init(log_to_driver=False, logging_level=logging.ERROR, configure_logging=False, **options)
+        with alone:
+            ray.init(log_to_driver=False, logging_level=logging.ERROR, configure_logging=False, **options)
     except ConnectionError as error:
         raise PlacementError(
             f"no Ray cluster answers at RAY_ADDRESS={options['address']} ({error}); start one with `ray start --head`, "
@@ -132,6 +135,25 @@ def _start(options: dict[str, Any]) -> Any:
         why = f"stopped by a signal: {', '.join(stopped)}" if stopped else "the machine may be overloaded, try again"
         raise PlacementError(f"Ray did not start: {error}; {why}") from error
     return ray
+
+
+@contextlib.contextmanager
+def _without_services() -> Iterator[None]:
+    """Start a Ray of this process's own without what only serves a cluster, for the length of the block.
+
+    That is the autoscaler's monitor, the collector of logs, and the API server, which Ray starts even where it has no
+    dashboard: three Python processes. A Ray whose node has no such methods starts all that it has.
+    """
+    from ray._private.node import Node
+
+    kept = {name: getattr(Node, name) for name in SERVICES if hasattr(Node, name)}
+    for name in kept:
+        setattr(Node, name, lambda self, *_args, **_kwargs: None)
+    try:
+        yield
+    finally:
+        for name, method in kept.items():
+            setattr(Node, name, method)
 
 
 def _knock(address: str) -> None:
@@ -159,6 +181,7 @@ def keep_to_this_user() -> None:
 
 def _embedded_options(cluster: ClusterConfig, directory: Path) -> dict[str, Any]:
     keep_to_this_user()
+    os.environ.update(KEEP_CHILDREN)
     bundles = len(plan_layout(cluster, cuda=False).bundles)
     return {
         "num_cpus": max(bundles, os.cpu_count() or 1),

@@ -14,7 +14,7 @@ from slime_core.errors import SlimeError
 from slime_core.types import EvalReport, Span
 from slime_launch.calls import Call, Question, Watch, Worker, prepare
 from slime_launch.engine_nodes import EngineRoom, NodeLauncher
-from slime_launch.placement import KEEP_CHILDREN, Placement
+from slime_launch.placement import Placement, runtime_env
 from slime_launch.processes import Place, own_place
 from slime_launch.shards import ReadyRollout, Recipe, prepare_rollout, read_rollout, split_held_out
 from slime_launch.sources import SourceSpec, make_source
@@ -105,7 +105,7 @@ class RolloutWorker:
             scheduling_strategy=place.strategy(place.rollout_worker),
             num_cpus=0.5,
             max_concurrency=3,
-            runtime_env=KEEP_CHILDREN,
+            runtime_env=runtime_env(),
         )
         gpus = [place.gpus[bundle] for bundle in place.rollout] if place.gpus and room is None else []
         handle = actor.remote(str(Path.cwd()), str(log_path), gpus, spec, room)

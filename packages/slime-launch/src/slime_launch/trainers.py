@@ -15,7 +15,7 @@ from slime_core.interfaces import TrainerWorker, WeightChannel
 from slime_core.types import Rendezvous, SleepReport, SyncReport, TrainReport, TrainShard, WeightUpdate
 from slime_launch.calls import Question, Watch, Worker, gather, prepare
 from slime_launch.errors import RunError, TrainerLostError
-from slime_launch.placement import KEEP_CHILDREN, Placement, live_nodes, own_share, use_cluster_interface
+from slime_launch.placement import Placement, live_nodes, own_share, runtime_env, use_cluster_interface
 from slime_launch.processes import Place, end_processes, on_nodes, own_place
 from slime_rollout.engine import WeightSyncError
 from slime_rollout.engine.addresses import free_port
@@ -164,7 +164,7 @@ def start_ranks(
         log_path = log_dir / f"trainer-{rank}.log"
         actor = ray.remote(TrainerRank).options(
             scheduling_strategy=place.strategy(bundle),
-            runtime_env={"env_vars": {**KEEP_CHILDREN["env_vars"], **environment}},
+            runtime_env=runtime_env(environment),
             **place.layout.trainer_resources(),
         )
         neighbours = 0 if place.layout.cuda else place.neighbours(bundle)

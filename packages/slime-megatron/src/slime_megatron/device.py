@@ -71,7 +71,8 @@ def select_device(threads: int | None = None, *, deterministic: bool = False) ->
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("NCCL_ALGO", "Ring")
         os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # Megatron asks for it, of Transformer Engine
-    torch.use_deterministic_algorithms(deterministic)
+    if deterministic != torch.are_deterministic_algorithms_enabled():  # torch imports its compiler for it: seconds
+        torch.use_deterministic_algorithms(deterministic)
     if torch.cuda.is_available():
         torch.cuda.set_device(0)
         memory = torch.cuda.get_device_properties(0).total_memory

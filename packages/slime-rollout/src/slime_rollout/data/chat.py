@@ -28,6 +28,10 @@ Rendering = Callable[[list[Message]], str]
 """A template. Raises DataError where it refuses the messages."""
 
 
+PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
+"""Classes of tokenizers that consist of a tokenizer.json alone: two names of one."""
+
+
 def load_tokenizer(hf_checkpoint: str, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a Hugging Face directory.
 
@@ -48,9 +52,13 @@ def load_tokenizer(hf_checkpoint: str, *, trust_remote_code: bool = False) -> An
             "--trust-remote-code to run it, or put a tokenizer.json in its place"
         )
     _ignore_broken_torchvision()
-    from transformers import AutoTokenizer
-
     try:
+        if _is_plain(Path(hf_checkpoint)):
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(hf_checkpoint)
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(hf_checkpoint, trust_remote_code=trust_remote_code)
     except ImportError as error:
         raise ConfigError(
@@ -62,6 +70,16 @@ def load_tokenizer(hf_checkpoint: str, *, trust_remote_code: bool = False) -> An
             f"--hf-checkpoint {hf_checkpoint} has no tokenizer that transformers can load ({reason}); "
             "give a directory with tokenizer.json"
         ) from error
+
+
+def _is_plain(directory: Path) -> bool:
+    """Whether its tokenizer.json says it all, by its config: `AutoTokenizer` makes the same, but imports torch first."""
+    try:
+        config = json.loads((directory / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    plain = isinstance(config, dict) and config.get("tokenizer_class") in PLAIN and "auto_map" not in config
+    return plain and (directory / "tokenizer.json").is_file()
 
 
 def _is_code(directory: Path) -> bool:

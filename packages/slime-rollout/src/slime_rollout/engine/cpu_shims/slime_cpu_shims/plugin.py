@@ -6,7 +6,7 @@ import socket
 from sglang.srt.arg_groups import choices
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from slime_cpu_shims import attention, experts, prefill, sampling
+from slime_cpu_shims import attention, experts, prefill, sampling, tokenizers
 
 BACKEND = "torch_native"
 ATTENTION = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
@@ -18,6 +18,7 @@ def register():
     _attend_to_many_sequences_at_once()
     HookRegistry.register("sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req", prefill.add, HookType.AROUND)
     experts.register()
+    tokenizers.register()
     _fork_children()
     _meet_on_one_address()
 

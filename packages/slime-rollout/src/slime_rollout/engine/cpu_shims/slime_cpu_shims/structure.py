@@ -1,0 +1,94 @@
+"""Remembers what transformers finds in its files: each import of it reads all of them, twice, for the names they export.
+
+The names are kept in the user's cache directory, for the installed release at its place. A copy that is edited in
+place, and not installed below a ``site-packages``, is read each time.
+"""
+
+import contextlib
+import hashlib
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from slime_cpu_shims.left_out import after
+
+MODULE = "transformers.utils.import_utils"
+PLACES = {"site-packages", "dist-packages"}
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Has the function of transformers that reads the files remember what it found."""
+
+    def find_spec(self, name, path=None, target=None):
+        """Finds transformers' module with that function, as it is."""
+        if name != MODULE:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        return None if spec is None or spec.loader is None else after(spec, _remember)
+
+
+def _remember(module):
+    """Wrap the function, if this release has it."""
+    original = getattr(module, "create_import_structure_from_path", None)
+    if original is None:
+        return
+    known, depth = {}, 0
+
+    def create_import_structure_from_path(module_path):
+        nonlocal depth
+        path = os.path.dirname(module_path) if os.path.isfile(module_path) else str(module_path)
+        if depth or Path(path).name != "models" or not PLACES & set(Path(path).parts):
+            return original(module_path)
+        if path not in known:
+            depth += 1
+            try:
+                known[path] = _stored(path, original)
+            finally:
+                depth -= 1
+        return _decode(known[path])
+
+    module.create_import_structure_from_path = create_import_structure_from_path
+
+
+def _stored(path, read):
+    """What is in the cache, or else what ``read`` finds, which is kept; in a form for JSON."""
+    file = _file(path)
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(file.read_bytes())
+    found = _encode(read(path))
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as partial:
+            json.dump(found, partial)
+        os.replace(partial.name, file)
+    return found
+
+
+def _file(path):
+    """Another one for each place and each installation: that of a release writes a new directory."""
+    at = Path(path).stat()
+    key = json.dumps([path, at.st_mtime_ns, at.st_ino, sorted(os.listdir(Path(path).parent))])
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return directory / "slime" / f"transformers-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def _encode(structure):
+    """Keys of a structure are names of directories, or sets of what its modules need: ``{set: {module: names}}``."""
+    return [
+        [sorted(key), {module: sorted(names) for module, names in value.items()}]
+        if isinstance(key, frozenset)
+        else [key, _encode(value)]
+        for key, value in structure.items()
+    ]
+
+
+def _decode(rows):
+    return {
+        (frozenset(key) if isinstance(key, list) else key): (
+            {module: set(names) for module, names in value.items()} if isinstance(key, list) else _decode(value)
+        )
+        for key, value in rows
+    }
