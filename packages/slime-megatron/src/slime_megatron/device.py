@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import mmap
 import os
 import sys
 from collections.abc import Callable
@@ -26,6 +27,9 @@ from slime_core.errors import SlimeError
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # numbers that glibc's mallopt gives them
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like")
 _MARK = "_slime_cpu_device"
+_LARGE = 1 << 20
+_PAGE = mmap.PAGESIZE
+_zeros, _empty = torch.zeros, torch.empty
 
 
 class DeviceError(SlimeError):
@@ -192,7 +196,7 @@ def _redirect_factories() -> None:
     # original ones, or code that builds a model that way (transformers does) silently gets wrong tensors.
     torch.utils._device._device_constructors()
     for name in _FACTORIES:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
+        setattr(torch, name, _on_cpu(_lazy_zeros if name == "zeros" else getattr(torch, name)))
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -204,6 +208,37 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         return factory(*args, **kwargs)
 
     return build
+
+
+def zeros_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros of a tensor's shape, dtype and device; on a CPU in pages that the kernel clears when they are first used.
+
+    ``torch.zeros_like`` writes each of them at once: of gradients and Adam's state that is a second of the start.
+    """
+    if tensor.device.type != "cpu":
+        return torch.zeros_like(tensor)
+    return _cleared(torch.empty_like(tensor, memory_format=torch.contiguous_format))
+
+
+def _lazy_zeros(*size: Any, **kwargs: Any) -> torch.Tensor:
+    """``torch.zeros``; of large ones on a CPU as :func:`zeros_like`."""
+    if str(kwargs.get("device")) != "cpu" or kwargs.get("requires_grad"):
+        return _zeros(*size, **kwargs)
+    return _cleared(_empty(*size, **kwargs))
+
+
+def _cleared(tensor: torch.Tensor) -> torch.Tensor:
+    """A new contiguous tensor, filled with zeros: its whole pages are given back, and are zero when they come again."""
+    size = tensor.numel() * tensor.element_size()
+    if size < _LARGE:
+        return tensor.zero_()
+    start = tensor.data_ptr()
+    first, end = -(-start // _PAGE) * _PAGE, (start + size) // _PAGE * _PAGE
+    if ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED) != 0:
+        return tensor.zero_()
+    ctypes.memset(start, 0, first - start)
+    ctypes.memset(end, 0, start + size - end)
+    return tensor
 
 
 def _let_gloo_exchange_unequal_parts() -> None:

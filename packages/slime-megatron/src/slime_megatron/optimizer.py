@@ -19,7 +19,7 @@ from megatron.core.utils import local_multi_tensor_scale
 from slime_convert.shape import ModelShape
 from slime_megatron.config import MegatronConfig
 from slime_megatron.core_configs import ddp_config, optimizer_config
-from slime_megatron.device import Device
+from slime_megatron.device import Device, zeros_like
 from slime_megatron.errors import TrainingError
 from slime_megatron.host_optimizer import MASTER, adams_of, prepare_offload
 from slime_megatron.model import Chunks
@@ -179,8 +179,8 @@ def _prepare_adam(adam: torch.optim.Optimizer | None) -> None:
         for param in group["params"]:
             adam.state[param] = {
                 "step": torch.zeros((), dtype=torch.float32, device=param.device),
-                "exp_avg": torch.zeros_like(param.data),
-                "exp_avg_sq": torch.zeros_like(param.data),
+                "exp_avg": zeros_like(param.data),
+                "exp_avg_sq": zeros_like(param.data),
             }
     if not adam.state:
         _count_steps(adam)

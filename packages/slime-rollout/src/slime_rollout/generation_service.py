@@ -369,7 +369,7 @@ class GenerationService:
 
     def _receivers(self, engine_urls: Sequence[str]) -> tuple[str, ...]:
         """What applies deltas next to each engine."""
-        from slime_rollout.weights import receivers_beside
+        from slime_rollout.engine.addresses import receivers_beside
 
         if self._receiver is not None:
             return (str(self._receiver.url),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import json
@@ -28,6 +29,7 @@ Rendering = Callable[[list[Message]], str]
 """A template. Raises DataError where it refuses the messages."""
 
 
+STRUCTURE = Path(__file__).parents[1] / "engine" / "cpu_shims" / "slime_cpu_shims" / "structure.py"
 PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Classes of tokenizers that consist of a tokenizer.json alone: two names of one."""
 
@@ -52,6 +54,7 @@ def load_tokenizer(hf_checkpoint: str, *, trust_remote_code: bool = False) -> An
             "--trust-remote-code to run it, or put a tokenizer.json in its place"
         )
     _ignore_broken_torchvision()
+    remember_structure()
     try:
         if _is_plain(Path(hf_checkpoint)):
             from transformers import PreTrainedTokenizerFast
@@ -89,6 +92,18 @@ def _is_code(directory: Path) -> bool:
     except (OSError, ValueError, LookupError, TypeError):
         return False
     return bool(named) and not (directory / "tokenizer.json").is_file()
+
+
+@functools.cache
+def remember_structure() -> None:
+    """Have transformers, once it is imported, remember what it finds in its files, as engines do."""
+    if "transformers" in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location("slime_transformers_structure", STRUCTURE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.meta_path.insert(0, module.Finder())
 
 
 def _ignore_broken_torchvision() -> None:

@@ -179,3 +179,24 @@ def _upper_end() -> int:
     except OSError:
         return _USUAL_EPHEMERAL
     return first if first >= _LOWEST_PORT + _FEWEST_PORTS else _USUAL_EPHEMERAL
+
+
+def receivers_beside(engine_urls: Sequence[str], receivers: Sequence[str]) -> tuple[str, ...]:
+    """URL of the receiver on each engine's machine, from ``host:port`` of all; a single one serves all engines.
+
+    Raises `ConfigError` if a machine of an engine has none or several.
+    """
+    urls = [address if "://" in address else f"http://{address}" for address in receivers]
+    if len(urls) == 1:
+        return tuple(urls * len(engine_urls))
+    beside = []
+    for engine in engine_urls:
+        host = urllib.parse.urlsplit(engine).hostname
+        found = [url for url in urls if urllib.parse.urlsplit(url).hostname == host]
+        if len(found) != 1:
+            raise ConfigError(
+                f"--update-weight-receivers {' '.join(receivers)} has {len(found)} on the machine of {engine}; give "
+                f"one on each, named as the engine is: {host}:PORT"
+            )
+        beside += found
+    return tuple(beside)

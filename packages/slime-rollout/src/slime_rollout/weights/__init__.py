@@ -6,13 +6,11 @@ run's flags choose. Importing this imports torch, and nothing of SGLang.
 
 from __future__ import annotations
 
-import urllib.parse
 from collections.abc import Sequence
 from typing import Any
 
-from slime_core.errors import ConfigError
 from slime_core.interfaces import WeightChannel
-from slime_rollout.engine.addresses import is_this_machine
+from slime_rollout.engine.addresses import is_this_machine, receivers_beside
 from slime_rollout.engine.config import WeightSyncConfig
 from slime_rollout.engine.sglang_flags import engine_device
 from slime_rollout.engine.transports import Route, chosen_of, transports
@@ -79,24 +77,3 @@ def open_channel(
     if transport == "tensor":
         return TensorWeightChannel(**common, cuda_ipc=colocate)
     return DistributedWeightChannel(**common, backend=transport)
-
-
-def receivers_beside(engine_urls: Sequence[str], receivers: Sequence[str]) -> tuple[str, ...]:
-    """URL of the receiver on each engine's machine, from ``host:port`` of all; a single one serves all engines.
-
-    Raises `ConfigError` if a machine of an engine has none or several.
-    """
-    urls = [address if "://" in address else f"http://{address}" for address in receivers]
-    if len(urls) == 1:
-        return tuple(urls * len(engine_urls))
-    beside = []
-    for engine in engine_urls:
-        host = urllib.parse.urlsplit(engine).hostname
-        found = [url for url in urls if urllib.parse.urlsplit(url).hostname == host]
-        if len(found) != 1:
-            raise ConfigError(
-                f"--update-weight-receivers {' '.join(receivers)} has {len(found)} on the machine of {engine}; give "
-                f"one on each, named as the engine is: {host}:PORT"
-            )
-        beside += found
-    return tuple(beside)

@@ -13,6 +13,8 @@ import sys
 import types
 from typing import NamedTuple
 
+from slime_cpu_shims.structure import after
+
 
 class Row(NamedTuple):
     """A module that is left out, with all below it.
@@ -141,16 +143,3 @@ def _then(name, change, *args):
     """The spec of an installed module that ``change(module, *args)`` follows when it was executed."""
     spec = importlib.machinery.PathFinder.find_spec(name, None)
     return None if spec is None or spec.loader is None else after(spec, lambda module: change(module, *args))
-
-
-def after(spec, change):
-    """``spec``, with ``change(module)`` called once the module was executed."""
-    loader = spec.loader
-    execute = loader.exec_module
-
-    def exec_module(module):
-        execute(module)
-        change(module)
-
-    loader.exec_module = exec_module
-    return spec

@@ -2,6 +2,8 @@
 
 The names are kept in the user's cache directory, for the installed release at its place. A copy that is edited in
 place, and not installed below a ``site-packages``, is read each time.
+
+The run's own processes use this file, too: it imports nothing of the shims.
 """
 
 import contextlib
@@ -12,8 +14,6 @@ import json
 import os
 import tempfile
 from pathlib import Path
-
-from slime_cpu_shims.left_out import after
 
 MODULE = "transformers.utils.import_utils"
 PLACES = {"site-packages", "dist-packages"}
@@ -92,3 +92,16 @@ def _decode(rows):
         )
         for key, value in rows
     }
+
+
+def after(spec, change):
+    """``spec``, with ``change(module)`` called once the module was executed."""
+    loader = spec.loader
+    execute = loader.exec_module
+
+    def exec_module(module):
+        execute(module)
+        change(module)
+
+    loader.exec_module = exec_module
+    return spec
