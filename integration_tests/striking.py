@@ -1,4 +1,4 @@
-"""Strikes at processes of a run, each once, from within the run: `fired` says whom, /proc that it is gone or stopped."""
+"""Strikes at processes of a run, each once and from within it: `fired` says whom, /proc that it is gone or stopped."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from slime_rollout.engine.server import EngineSpec
 from slime_rollout.generation_service import ChannelSpec
 from slime_rollout.weights import TensorWeightChannel
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 ALGORITHM = AlgorithmConfig()
 UPDATES = 500
 LAYER = "model.layers.1."
@@ -181,6 +181,7 @@ def write_plugin(directory: Path, name: str, text: str) -> None:
     (described / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {name}:install\n")
 
 
+@pytest.mark.full
 def test_weights_that_an_engine_does_not_derive_again_are_noticed_in_decoding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

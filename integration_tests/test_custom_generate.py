@@ -13,7 +13,7 @@ from launching import Assets, rows, run, train_command
 
 
 @pytest.mark.real
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1800)
 def test_turns_parts_and_texts_are_trained_on(crashed_run: Ended) -> None:
     trained, generated = (rows(crashed_run.work, kind)[:2] for kind in ("train", "rollout"))
     assert [row["rollout_id"] for row in trained] == [row["rollout_id"] for row in generated] == [0, 1]
@@ -29,7 +29,7 @@ def test_turns_parts_and_texts_are_trained_on(crashed_run: Ended) -> None:
 
 @pytest.mark.real
 @pytest.mark.full
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1800)
 def test_a_whole_rollout_of_the_users_is_trained_on_and_continued(llama: Assets, tmp_path: Path) -> None:
     own = ["--rollout-function-path", f"{TURNS}:whole_rollout", "--eval-prompt-data", "held", str(llama.prompts)]
     run(train_command(llama, tmp_path, *own, "--save-interval", "1", rollouts=1), tmp_path / "log")

@@ -27,7 +27,7 @@ def without(command: list[str], *flags: str) -> list[str]:
 
 
 @pytest.mark.real
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1800)
 def test_a_run_trains_engines_that_others_run_and_leaves_them_running(
     qwen3: Assets, external_fleet: EngineFleet, tmp_path: Path
 ) -> None:

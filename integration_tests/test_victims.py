@@ -92,13 +92,8 @@ def test_one_victim_after_another(story: Story, whole_run: Ended) -> None:
 def test_the_same_samples_are_trained_on(story: Story, whole_run: Ended) -> None:
     struck, whole = (RolloutStore(work / "save" / "rollouts") for work in (story.work, whole_run.work))
     for number in range(TOLD):
-        ours, theirs = (
-            [
-                (sample.index, sample.prompt, sample.tokens, sample.reward)
-                for sample in store.read(number).batch().samples
-            ]
-            for store in (struck, whole)
-        )
+        batches = [store.read(number).batch() for store in (struck, whole)]
+        ours, theirs = ([(one.index, one.prompt, one.tokens, one.reward) for one in batch.samples] for batch in batches)
         assert ours == theirs and len(ours) == SAMPLES
 
 
