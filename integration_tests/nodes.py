@@ -91,6 +91,10 @@ class Machine:
             words += ["--address", _meeting(head)]
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(self.words(*words), stdout=out, stderr=out, start_new_session=True)
+
+    def wait_until_joined(self) -> None:
+        """Wait until its Ray node is in the cluster."""
+        assert self.process is not None
         ready = b"Ray runtime started"
         wait_for(lambda: ready in self.log.read_bytes(), f"Ray on {self.name}", process=self.process, log=self.log)
 
@@ -142,7 +146,7 @@ class Machines:
         """The head, where commands of a run belong."""
         return self.all[0]
 
-    def add(self, *, cpus: int | None) -> Machine:
+    def add(self, *, cpus: int | None, wait: bool = True) -> Machine:
         """One more machine, which joins the cluster, unless it has ``None`` as its CPUs."""
         number = len(self.all) + 1
         address = f"fd77::{number}" if self.ipv6 else f"10.77.0.{number}"
@@ -162,6 +166,8 @@ class Machines:
         machine.hold()
         if cpus is not None:
             machine.join(head=head, cpus=cpus, directory=self.directory)
+            if wait:
+                machine.wait_until_joined()
         return machine
 
     def _add_detour(self, machine: Machine, number: int) -> None:
@@ -189,8 +195,11 @@ def machines(work: Path, *, cpus: Sequence[int | None], ipv6: bool = False, deto
             _ip("netns", "add", switch)
             _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
             _ip("-n", switch, "link", "set", "bridge", "up")
-            for each in cpus:
-                cluster.add(cpus=each)
+            head, *others = cpus
+            cluster.add(cpus=head)
+            for machine in [cluster.add(cpus=each, wait=False) for each in others]:
+                if machine.process is not None:
+                    machine.wait_until_joined()
             patch.setenv("RAY_ADDRESS", _meeting(cluster.first.address))
             yield cluster
         finally:

@@ -64,7 +64,7 @@ def story_command(
     strikes = [] if colocate else [one for start in STARTS for one in start]
     flags = ["--custom-generate-function-path", str(Path(__file__).with_name("called_turns.py")), "--max-turns", "3"]
     flags += ["--rollout-max-response-len", "40", "--save-interval", "2", "--rollout-shuffle", "--keep-rollouts"]
-    flags += ["--advantage-estimator", "rloo", "--sglang-log-level-http", "info"]
+    flags += ["--sglang-log-level-http", "info"]
     return command_of(assets, work, strikes, *flags, *more, rollouts=rollouts, colocate=colocate)
 
 
