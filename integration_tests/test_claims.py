@@ -1,4 +1,4 @@
-"""Every test that the page of claims names exists, and those that it says `scripts/test` runs are not left out there."""
+"""Every test that the page of claims names exists, and what it says is part of `scripts/test` is not left out there."""
 
 from __future__ import annotations
 
