@@ -91,10 +91,6 @@ class Machine:
             words += ["--address", _meeting(head)]
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(self.words(*words), stdout=out, stderr=out, start_new_session=True)
-
-    def wait_until_joined(self) -> None:
-        """Wait until its Ray node is in the cluster."""
-        assert self.process is not None
         ready = b"Ray runtime started"
         wait_for(lambda: ready in self.log.read_bytes(), f"Ray on {self.name}", process=self.process, log=self.log)
 
@@ -146,7 +142,7 @@ class Machines:
         """The head, where commands of a run belong."""
         return self.all[0]
 
-    def add(self, *, cpus: int | None, wait: bool = True) -> Machine:
+    def add(self, *, cpus: int | None) -> Machine:
         """One more machine, which joins the cluster, unless it has ``None`` as its CPUs."""
         number = len(self.all) + 1
         address = f"fd77::{number}" if self.ipv6 else f"10.77.0.{number}"
@@ -166,8 +162,6 @@ class Machines:
         machine.hold()
         if cpus is not None:
             machine.join(head=head, cpus=cpus, directory=self.directory)
-            if wait:
-                machine.wait_until_joined()
         return machine
 
     def _add_detour(self, machine: Machine, number: int) -> None:
@@ -182,24 +176,22 @@ class Machines:
 
 @contextmanager
 def machines(work: Path, *, cpus: Sequence[int | None], ipv6: bool = False, detour: bool = False) -> Iterator[Machines]:
-    """Machines in a Ray cluster, by their CPUs. Ray takes one for lost after about three seconds of silence.
+    """Machines in a Ray cluster, by their CPUs. Ray takes one for lost after about twelve seconds of silence.
 
     With ``detour`` each has a second interface, with the default route, by which nobody can be reached.
     """
     switch = f"slime-{os.getpid()}"
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory, pytest.MonkeyPatch.context() as patch:
-        for name, value in {"period_ms": 500, "timeout_ms": 1000, "failure_threshold": 3}.items():
+        for name, value in {"period_ms": 1000, "timeout_ms": 3000, "failure_threshold": 3}.items():
             patch.setenv(f"RAY_health_check_{name}", str(value))
+        patch.setenv("RAY_raylet_start_wait_time_s", "300")  # 30 are few on a slow machine
         cluster = Machines(work, switch, directory, ipv6, detour)
         try:
             _ip("netns", "add", switch)
             _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
             _ip("-n", switch, "link", "set", "bridge", "up")
-            head, *others = cpus
-            cluster.add(cpus=head)
-            for machine in [cluster.add(cpus=each, wait=False) for each in others]:
-                if machine.process is not None:
-                    machine.wait_until_joined()
+            for each in cpus:  # one after the other: nodes of one host that start together take each other's ports
+                cluster.add(cpus=each)
             patch.setenv("RAY_ADDRESS", _meeting(cluster.first.address))
             yield cluster
         finally:
