@@ -15,12 +15,12 @@ from slime_rollout.engine.fleet import EngineFleet
 sys.path.insert(0, str(Path(__file__).parent))
 
 from cluster import Joined, run_on_cluster
-from ended import FOREVER, Ended, end_run, finish, send, trained
+from custom_turns import turns_command
+from ended import FOREVER, Ended, end_run, kill_one, send, trained
+from keys import KeySeen
 from launching import Assets, make_assets, train_command
 from learning import ON_TWO_RANKS, learn
-from resuming import ROLLOUTS, saving_command
-
-LEARNING_ROLLOUTS = 30
+from story import ROLLOUTS, Story, story_command, tell
 
 
 @pytest.fixture(scope="session")
@@ -36,27 +36,45 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Assets:
 
 
 @pytest.fixture(scope="session")
-def whole_run(llama: Assets, tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """Makes `ROLLOUTS` rollouts without a stop, then gets a SIGTERM."""
+def undisturbed_story(llama: Assets, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ended, KeySeen]:
+    """What was seen of the run of `story.py` that nothing happens to; it goes on after `ROLLOUTS`, to a SIGTERM."""
     work = tmp_path_factory.mktemp("whole")
-    command = saving_command(llama, work, rollouts=FOREVER)
-    return end_run(command, work, send(signal.SIGTERM), ready=trained(work, ROLLOUTS))
+    command = story_command(llama, work, "--check-weight-update-equal", rollouts=FOREVER, colocate=True)
+    seen = KeySeen()
+    end = seen.then(send(signal.SIGTERM))
+    return end_run(command, work, end, ready=trained(work, ROLLOUTS)), seen
 
 
 @pytest.fixture(scope="session")
-def killed_run(llama: Assets, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def whole_run(undisturbed_story: tuple[Ended, KeySeen]) -> Ended:
+    """The run of `story.py` that nothing happens to."""
+    return undisturbed_story[0]
+
+
+@pytest.fixture(scope="session")
+def story(llama: Assets, tmp_path_factory: pytest.TempPathFactory) -> Story:
+    """The run of `story.py` that is struck, killed and continued."""
+    return tell(llama, tmp_path_factory.mktemp("story"))
+
+
+@pytest.fixture(scope="session")
+def killed_run(story: Story) -> Ended:
     """Three rollouts are trained on, two of them are in the checkpoint: the third must be made good."""
-    work = tmp_path_factory.mktemp("killed")
-    return end_run(saving_command(llama, work), work, send(signal.SIGKILL), ready=trained(work, 3))
+    return story.killed
 
 
 @pytest.fixture(scope="session")
-def resumed_run(llama: Assets, killed_run: Ended) -> Ended:
+def resumed_run(story: Story) -> Ended:
     """The same command as the killed run's, in its directory, to the end."""
-    work = killed_run.work
-    command = saving_command(llama, work)
-    log = "resumed.txt"
-    return end_run(command, work, finish, ready=lambda: "\nstep " in (work / log).read_text(), log=log)
+    return story.finished
+
+
+@pytest.fixture(scope="session")
+def crashed_run(llama: Assets, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """Trains twice on turns, parts and texts of a custom generate function; then its engine is killed."""
+    work = tmp_path_factory.mktemp("crashed")
+    command = turns_command(llama, work, "--trainer-max-restarts", "0", rollouts=FOREVER)
+    return end_run(command, work, kill_one("sglang.launch_server"), ready=trained(work, 2))
 
 
 @pytest.fixture(scope="session")
@@ -87,7 +105,8 @@ def external_fleet(qwen3: Assets, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture(scope="session")
 def joined_run(qwen3: Assets, tmp_path_factory: pytest.TempPathFactory) -> Joined:
-    """Learns on a Ray cluster that was there before, and finishes."""
+    """Trains on a Ray cluster that was there before, and finishes."""
     work = tmp_path_factory.mktemp("joined")
-    command = train_command(qwen3, work, "--lr", "4e-3", rollouts=LEARNING_ROLLOUTS, save=False)
+    gspo = ["--advantage-estimator", "gspo", "--eps-clip", "0.05"]
+    command = train_command(qwen3, work, *gspo, rollouts=3, save=False)
     return run_on_cluster(command, work, kill=False)

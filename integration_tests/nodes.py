@@ -176,20 +176,21 @@ class Machines:
 
 @contextmanager
 def machines(work: Path, *, cpus: Sequence[int | None], ipv6: bool = False, detour: bool = False) -> Iterator[Machines]:
-    """Machines in a Ray cluster, by their CPUs. Ray takes one for lost after about three seconds of silence.
+    """Machines in a Ray cluster, by their CPUs. Ray takes one for lost after about twelve seconds of silence.
 
     With ``detour`` each has a second interface, with the default route, by which nobody can be reached.
     """
     switch = f"slime-{os.getpid()}"
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory, pytest.MonkeyPatch.context() as patch:
-        for name, value in {"period_ms": 500, "timeout_ms": 1000, "failure_threshold": 3}.items():
+        for name, value in {"period_ms": 1000, "timeout_ms": 3000, "failure_threshold": 3}.items():
             patch.setenv(f"RAY_health_check_{name}", str(value))
+        patch.setenv("RAY_raylet_start_wait_time_s", "300")  # 30 are few on a slow machine
         cluster = Machines(work, switch, directory, ipv6, detour)
         try:
             _ip("netns", "add", switch)
             _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
             _ip("-n", switch, "link", "set", "bridge", "up")
-            for each in cpus:
+            for each in cpus:  # one after the other: nodes of one host that start together take each other's ports
                 cluster.add(cpus=each)
             patch.setenv("RAY_ADDRESS", _meeting(cluster.first.address))
             yield cluster

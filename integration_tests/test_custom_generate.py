@@ -7,19 +7,15 @@ import math
 from pathlib import Path
 
 import pytest
+from custom_turns import TURNS
+from ended import Ended
 from launching import Assets, rows, run, train_command
-
-TURNS = Path(__file__).with_name("turns.py")
 
 
 @pytest.mark.real
-@pytest.mark.timeout(400)
-def test_turns_parts_and_texts_are_trained_on(llama: Assets, tmp_path: Path) -> None:
-    own = ["--custom-generate-function-path", str(TURNS), "--max-turns", "3", "--rollout-max-response-len", "40"]
-    how = ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "40"]
-    command = train_command(llama, tmp_path, *own, *how, rollouts=2, save=False)
-    run(command, tmp_path / "log")
-    trained, generated = rows(tmp_path, "train"), rows(tmp_path, "rollout")
+@pytest.mark.timeout(1800)
+def test_turns_parts_and_texts_are_trained_on(crashed_run: Ended) -> None:
+    trained, generated = (rows(crashed_run.work, kind)[:2] for kind in ("train", "rollout"))
     assert [row["rollout_id"] for row in trained] == [row["rollout_id"] for row in generated] == [0, 1]
     for made, row in zip(generated, trained, strict=True):
         # Of 64 trajectories 16 are texts, which are finished; of the others, 16 have two samples.
@@ -33,7 +29,7 @@ def test_turns_parts_and_texts_are_trained_on(llama: Assets, tmp_path: Path) -> 
 
 @pytest.mark.real
 @pytest.mark.full
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1800)
 def test_a_whole_rollout_of_the_users_is_trained_on_and_continued(llama: Assets, tmp_path: Path) -> None:
     own = ["--rollout-function-path", f"{TURNS}:whole_rollout", "--eval-prompt-data", "held", str(llama.prompts)]
     run(train_command(llama, tmp_path, *own, "--save-interval", "1", rollouts=1), tmp_path / "log")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import Assets, started, train_command
+from launching import RUN_SECONDS, Assets, started, train_command
 
 
 def _marked(mark: str) -> list[str]:
@@ -26,13 +26,13 @@ NO_SUCH_MODEL = '{"architectures": ["NoSuchModel"]}'
 
 
 @pytest.mark.real
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(900)
 def test_an_engine_that_does_not_come_up(qwen3: Assets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mark = uuid.uuid4().hex
     monkeypatch.setenv("SLIME_TEST_MARK", mark)
     command = train_command(qwen3, tmp_path, "--sglang-json-model-override-args", NO_SUCH_MODEL, rollouts=1)
     with started(command, tmp_path / "log.txt") as process:
-        code = process.wait(150)
+        code = process.wait(RUN_SECONDS)
     text = (tmp_path / "log.txt").read_text()
     assert code == 2, text
     message = text[text.index("slime-launch: ") :]

@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from ended import Ended
 from launching import Assets, rows, run, train_command
+from story import ROLLOUTS as TOLD
 from test_healing import ROLLOUTS, assert_same
 
 
@@ -18,8 +21,18 @@ def engine_moves(work: Path) -> list[str]:
     return [name for name, _ in itertools.groupby(found)]
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("saves", [(), pytest.param(("--async-save",), marks=pytest.mark.full)], ids=["save", "async"])
+ONCE = ["release", "resume", "begin_weight", "resume", "generate"]
+
+
+def test_trainer_and_engine_take_turns_in_memory(whole_run: Ended) -> None:
+    """That it ends as a run whose halves both stay: `test_victims.py`."""
+    sleeps_and_wakes(rows(whole_run.work, "rollout")[:TOLD])
+    assert engine_moves(whole_run.work)[: len(ONCE) * TOLD] == ONCE * TOLD
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("saves", [(), ("--async-save",)], ids=["save", "async"])
 def test_a_run_that_hands_its_memory_over_ends_as_one_that_does_not(
     saves: tuple[str, ...], qwen3: Assets, tmp_path: Path
 ) -> None:
@@ -32,6 +45,14 @@ def test_a_run_that_hands_its_memory_over_ends_as_one_that_does_not(
     assert_same(works["turns"], works["both stay"])
     turns, plain = (rows(work, "rollout") for work in works.values())
     assert len(turns) == ROLLOUTS
+    sleeps_and_wakes(turns)
+    assert not any("asleep" in name for row in plain for name in row)
+    assert engine_moves(works["turns"]) == ONCE * (ROLLOUTS + 1)
+    assert engine_moves(works["both stay"]) == ["begin_weight", "generate"] * (ROLLOUTS + 1)
+
+
+def sleeps_and_wakes(turns: list[dict[str, Any]]) -> None:
+    """In each rollout the trainer has slept, with nothing of it on the device."""
     for row in turns:
         assert row["perf/trainer_asleep_device_bytes"] == 0 < row["perf/trainer_asleep_waiting_bytes"]
         assert row["perf/sleep_time"] > 0 < row["perf/wake_up_time"]
@@ -42,7 +63,3 @@ def test_a_run_that_hands_its_memory_over_ends_as_one_that_does_not(
                 if name.startswith(("perf/trainer_a", "perf/sleep", "perf/wake"))
             }
         )
-    assert not any("asleep" in name for row in plain for name in row)
-    once = ["release", "resume", "begin_weight", "resume", "generate"]
-    assert engine_moves(works["turns"]) == once * (ROLLOUTS + 1)
-    assert engine_moves(works["both stay"]) == ["begin_weight", "generate"] * (ROLLOUTS + 1)

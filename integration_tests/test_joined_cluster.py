@@ -15,7 +15,7 @@ from slime_launch.flags import parse_train
 
 
 @pytest.mark.real
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("end", ["finishes", pytest.param("is killed", marks=pytest.mark.full)])
 def test_a_run_joins_a_cluster_and_leaves_it_as_it_was(
     end: str, qwen3: Assets, tmp_path: Path, request: pytest.FixtureRequest
@@ -36,7 +36,7 @@ def test_a_run_joins_a_cluster_and_leaves_it_as_it_was(
 
 
 @pytest.mark.real
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_a_command_on_a_head_without_a_gpu_is_for_the_clusters_gpus(qwen3: Assets, tmp_path: Path) -> None:
     words = train_command(qwen3, tmp_path, rollouts=1, save=False)[2:]
     assert run_device() == "cpu" and not parse_train(words).megatron.bf16

@@ -45,7 +45,7 @@ def plain(work: Path, kind: str) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_conversations_are_learned(chat: Assets, tmp_path: Path) -> None:
     """With packed micro-batches and the loss per token; it knows the answer after two epochs."""
     extra = ("--calculate-per-token-loss", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "64")
@@ -69,7 +69,8 @@ def recipe(**changes: str) -> list[str]:
     return [f"{flag}={value}" if value else flag for flag, value in (flags | changes).items()]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.full
+@pytest.mark.timeout(1200)
 def test_the_recipe_of_the_example_scaled_down(chat: Assets, tmp_path: Path) -> None:
     """Its own rows: packed, the longest cut; the rate warms up for a tenth of the steps, and falls to its least."""
     epochs, limit = 8, 70
@@ -109,7 +110,7 @@ def test_a_stopped_run_on_conversations_continues_bit_equal(chat: Assets, tmp_pa
     assert [path.read_bytes() for path in one] == [path.read_bytes() for path in other] != []
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("loss", ["dpo_loss", pytest.param("rm_loss", marks=pytest.mark.full)])
 def test_held_out_pairs_are_ordered(chat: Assets, tmp_path: Path, loss: str) -> None:
     on_data(chat, tmp_path, loss)
@@ -138,7 +139,7 @@ def test_evaluation_alone_gives_the_figures_of_a_runs_first_one(qwen3: Assets, t
 
 
 @pytest.mark.full
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_generation_alone_writes_what_can_be_trained_on(qwen3: Assets, tmp_path: Path) -> None:
     template = f"{tmp_path}/written/{{rollout_id}}.npz"
     extra = ["--debug-rollout-only", "--save-debug-rollout-data", template]

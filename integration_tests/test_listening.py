@@ -18,7 +18,7 @@ def is_loopback(address: str) -> bool:
 
 
 @pytest.mark.real
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_every_socket_listens_on_loopback(learned_run: Ended) -> None:
     """Those of the group by which weights travel, too."""
     settings = json.loads((learned_run.work / "out" / "settings.json").read_text())["settings"]

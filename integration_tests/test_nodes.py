@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from ended import FOREVER, trained
-from launching import Assets, ages_of, recorded, rows, run, started, train_command, wait_for
+from launching import RUN_SECONDS, Assets, ages_of, recorded, rows, run, started, train_command, wait_for
 from nodes import RAY_PORTS, Machine, Machines, can_make_nodes, machines
 from test_listening import is_loopback
 
@@ -18,7 +18,7 @@ from slime_rollout.engine.slots import read_events
 
 pytestmark = [
     pytest.mark.real,
-    pytest.mark.timeout(500),
+    pytest.mark.timeout(3000),
     pytest.mark.skipif(not can_make_nodes(), reason="needs the right to make network namespaces"),
 ]
 
@@ -29,7 +29,37 @@ LONG = 40  # rollouts: Ray notices a lost node after seconds
 HEALING = ["--use-fault-tolerance", "--rollout-health-check-interval", "2", "--rollout-health-check-timeout", "5"]
 
 
-@pytest.mark.full  # in every test run: two engines where a node is lost, and one that spans two with ranks on two
+def test_ranks_and_engines_are_on_nodes_of_their_own_and_an_engines_node_is_lost(qwen3: Assets, tmp_path: Path) -> None:
+    """Nothing of the run but its launcher is on the first node. A node's default route leads to no other node."""
+    sizes = ["--actor-num-nodes", "2", "--micro-batch-size", "32", "--rollout-num-gpus", "2"]
+    same = ["--keep-old-actor", "--get-mismatch-metrics"]
+    command = train_command(qwen3, tmp_path, *sizes, *same, *HEALING, *BESIDE, rollouts=FOREVER, colocate=False)
+    log = tmp_path / "log.txt"
+    with machines(tmp_path, cpus=(0, 1, 1, 1, 1), detour=True) as cluster:
+        with started(cluster.first.words(*command), log) as process:
+            until = Watching(tmp_path, process, log)
+            until.trained(1)
+            text = log.read_text()
+            assert text.count("(trainer ranks: 1, for engines: 0)") == 2
+            assert text.count("(trainer ranks: 0, for engines: 1)") == 2
+            for machine in cluster.all:
+                assert not list(wider(machine))
+            with_engine = [machine for machine in cluster.all if machine.running("sglang.launch_server")]
+            [lost] = [machine for machine in with_engine if not machine.running("RolloutHost")]
+            lost.cut_off()
+            until.happened("engine 1", "no_room")
+            until.trained(3)
+            joined = cluster.add(cpus=1)
+            until.happened("engine 1", "registered")
+            assert joined.running("sglang")
+            until.trained(2)
+        left_alone(cluster)
+    # Every token is of the weights that its engine said to have.
+    assert max(row[DIFFERENCE] for row in rows(tmp_path, "train")) < 1e-4
+    each_sample_was_trained_on_once(tmp_path)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("gpus_per_engine", [1, 2])
 def test_two_engines_or_one_that_spans_the_nodes(gpus_per_engine: int, qwen3: Assets, tmp_path: Path) -> None:
     sizes = ["--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", str(gpus_per_engine)]
@@ -44,7 +74,7 @@ def test_two_engines_or_one_that_spans_the_nodes(gpus_per_engine: int, qwen3: As
             wait_for(trained(tmp_path, 1), "the first step", process=process, log=log)
             for machine in cluster.all:
                 assert not list(wider(machine))
-            assert process.wait(200) == 0, log.read_text()
+            assert process.wait(RUN_SECONDS) == 0, log.read_text()
         left_alone(cluster)
     text = log.read_text()
     assert "2 nodes: 10.77.0.1 (trainer ranks: 1, for engines: 1), 10.77.0.2 (trainer ranks: 0, for engines: 1)" in text
@@ -54,8 +84,9 @@ def test_two_engines_or_one_that_spans_the_nodes(gpus_per_engine: int, qwen3: As
     assert max(row[DIFFERENCE] for row in rows(tmp_path, "train")) < 1e-4
 
 
-@pytest.mark.parametrize("network", ["detour", pytest.param("ipv6", marks=pytest.mark.full)])
-def test_trainer_ranks_on_two_nodes(network: str, qwen3: Assets, tmp_path: Path) -> None:
+@pytest.mark.full
+@pytest.mark.parametrize("network", ["detour", "ipv6"])
+def test_trainer_ranks_and_an_engine_that_spans_two_nodes(network: str, qwen3: Assets, tmp_path: Path) -> None:
     """The host's name stands for the loopback address here, which gloo would take by itself.
 
     With a detour each node's first interface, with the default route, leads to no other node.
@@ -84,7 +115,8 @@ def test_halves_that_share_nodes_send_weights_within_each(qwen3: Assets, tmp_pat
     assert max(row[DIFFERENCE] for row in rows(tmp_path, "train")) < 1e-4
 
 
-@pytest.mark.parametrize("end", ["is cut off", pytest.param("dies", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("end", ["is cut off", "dies"])
 def test_a_run_goes_on_without_a_node_and_uses_one_that_joins(end: str, qwen3: Assets, tmp_path: Path) -> None:
     sizes = ["--rollout-num-gpus", "2"]
     command = train_command(qwen3, tmp_path, *sizes, *HEALING, *BESIDE, rollouts=FOREVER, colocate=False)
@@ -185,7 +217,7 @@ def test_a_node_with_trainer_ranks_is_lost_and_they_start_again_on_one_that_join
             wait_for(lambda: noticed in log.read_text(), "the loss of a rank", process=process, log=log)
             joined = cluster.add(cpus=1)
             wait_for(lambda: bool(joined.running("TrainerRank")), "its place", process=process, log=log)
-            assert process.wait(200) == 0, log.read_text()
+            assert process.wait(RUN_SECONDS) == 0, log.read_text()
         left_alone(cluster)
     assert "the trainers are up again, from checkpoint " in log.read_text()
     assert [row["rollout_id"] for row in rows(tmp_path, "train")] == list(range(LONG))
@@ -203,7 +235,7 @@ def test_a_node_with_the_rollout_worker_is_lost_and_the_same_command_goes_on(
             wait_for((tmp_path / "save" / "iter_0000002").is_dir, "checkpoints", process=process, log=log)
             [lost] = [machine for machine in cluster.all if machine.running("RolloutHost")]
             lost.cut_off() if end == "is cut off" else lost.lose()
-            assert process.wait(200) == 1, log.read_text()
+            assert process.wait(RUN_SECONDS) == 1, log.read_text()
         assert "the rollout worker died" in log.read_text()
         assert not any(machine.running("TrainerRank") for machine in cluster.all if machine is not lost)
         cluster.add(cpus=1)
@@ -226,7 +258,7 @@ def test_a_network_that_is_lost_at_the_start_ends_the_run(part: str, qwen3: Asse
             [lost, *_] = at()
             lost.cut_off()
             begun = time.monotonic()
-            assert process.wait(200) == 1, log.read_text()
+            assert process.wait(RUN_SECONDS) == 1, log.read_text()
         print(f"ended after {time.monotonic() - begun:.0f} s\n{log.read_text()}")
         assert not any(machine.running("TrainerRank", "RolloutHost") for machine in cluster.all if machine is not lost)
     assert lost.address in log.read_text().splitlines()[-1]

@@ -3,34 +3,54 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from launching import LAUNCHER, Assets, run, train_command
+from launching import LAUNCHER, RUN_SECONDS, Assets, run, train_command
+from story import Story
 
 from slime_rollout.store import RolloutStore
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
-SECONDS = 200
+pytestmark = [pytest.mark.real, pytest.mark.timeout(3000)]
 
 
 def replay(directory: Path, step: int, code: int) -> str:
     words = [str(LAUNCHER), "replay", str(directory), "--step", str(step)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=RUN_SECONDS)
     assert done.returncode == code, f"{done.stdout}{done.stderr}"
     return done.stdout
 
 
-def test_a_rollout_is_trained_on_again(llama: Assets, tmp_path: Path) -> None:
+def test_a_rollout_of_a_run_that_was_killed_is_trained_on_again(story: Story) -> None:
+    """With a user-defined reward, turns and estimator; and a sample that is no longer what it was is named."""
+    out = story.work / "out"
+    assert "trained again from checkpoint 2: rollouts 2 to 3 are equal to the last bit" in replay(out, 3, 0)
+    with changed_sample(RolloutStore(story.work / "save" / "rollouts"), 2):
+        text = replay(out, 2, 1)
+    assert "from checkpoint 2: in rollout 2 sample" in text and "rollout_log_probs differs" in text
+
+
+@pytest.mark.full
+def test_a_run_is_trained_again_from_its_beginning(llama: Assets, tmp_path: Path) -> None:
     flags = ["--save-interval", "2", "--keep-rollouts", "--lr-decay-style", "linear", "--min-lr", "1e-4"]
     run(train_command(llama, tmp_path, *flags, rollouts=3), tmp_path / "log.txt")
-    out, store = tmp_path / "out", RolloutStore(tmp_path / "save" / "rollouts")
+    out = tmp_path / "out"
     assert "trained again from checkpoint 2: rollouts 2 to 2 are equal to the last bit" in replay(out, 2, 0)
     assert "from the run's beginning: rollouts 0 to 1 are equal to the last bit" in replay(out, 1, 0)
-    batch = store.read(2)
+
+
+@contextmanager
+def changed_sample(store: RolloutStore, number: int) -> Iterator[None]:
+    """One log-prob of a rollout is another; afterwards it is what it was."""
+    batch = store.read(number)
     values = batch.samples["rollout_log_probs"].values
+    before = values.copy()
     values[len(values) // 2] += 1e-3
     store.write(batch)
-    assert (
-        "from checkpoint 2: in rollout 2 sample" in (text := replay(out, 2, 1)) and "rollout_log_probs differs" in text
-    )
+    try:
+        yield
+    finally:
+        values[:] = before
+        store.write(batch)

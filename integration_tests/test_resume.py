@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from ended import Ended, end_run, finish, send, trained
 from launching import Assets, rows
-from resuming import ROLLOUTS, saving_command
+from story import ROLLOUTS, story_command
 
 from slime_launch.manifest import read_manifest
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(3000)]
 
 
 def test_killed_run_continues_with_the_losses_of_one_that_was_never_stopped(
@@ -26,7 +26,7 @@ def test_it_does_with_checkpoints_that_are_written_beside_the_loop(
     whole_run: Ended, llama: Assets, tmp_path: Path
 ) -> None:
     """It is killed once the checkpoint of two rollouts counts, and trained on more."""
-    command = saving_command(llama, tmp_path, "--async-save")
+    command = story_command(llama, tmp_path, "--async-save", colocate=True)
 
     def ready() -> bool:
         manifest = read_manifest(tmp_path / "save")

@@ -22,12 +22,15 @@ from slime_rollout.engine.server import EngineSpec
 from slime_rollout.rollout import RolloutManager
 from slime_rollout.weights import TensorWeightChannel
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 ALGORITHM = AlgorithmConfig()
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(scope="module", params=["qwen3-moe", "glm4-moe", "deepseek"])
+@pytest.fixture(
+    scope="module",
+    params=["qwen3-moe", *(pytest.param(name, marks=pytest.mark.full) for name in ("glm4-moe", "deepseek"))],
+)
 def assets(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Assets:
     return make_assets(request.param, tmp_path_factory.mktemp(request.param))
 

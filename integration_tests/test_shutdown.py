@@ -1,4 +1,4 @@
-"""However a run ends, no process and no shared memory of it is left after thirty seconds; nothing else was touched."""
+"""However a run ends, no process and no shared memory of it is left; nothing else was touched."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ SHARED = {
     "ctrl-c": ("learned_run", {130}),
     "sigterm": ("whole_run", {143}),
     "sigkill": ("killed_run", {-9}),
+    "engine crashes": ("crashed_run", {1}),
 }
 
 
@@ -28,9 +29,6 @@ def interrupt_while_workers_hang(family: list[psutil.Process]) -> None:
 
 
 CRASHES = {
-    "engine crashes": (kill_one("sglang.launch_server"), {1}),
-}
-FULL = {
     "ctrl-c while workers hang": (interrupt_while_workers_hang, {130}),
     "trainer crashes": (kill_one("ray::", "Trainer"), {1}),
     "router crashes": (kill_one("sglang_router"), {1}),
@@ -40,14 +38,14 @@ FULL = {
 
 
 @pytest.mark.real
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", [*SHARED, *CRASHES, *(pytest.param(name, marks=pytest.mark.full) for name in FULL)])
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("case", [*SHARED, *(pytest.param(name, marks=pytest.mark.full) for name in CRASHES)])
 def test_nothing_is_left(case: str, qwen3: Assets, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if case in SHARED:
         fixture, codes = SHARED[case]
         ended = request.getfixturevalue(fixture)
     else:
-        end, codes = {**CRASHES, **FULL}[case]
+        end, codes = CRASHES[case]
         command = train_command(qwen3, tmp_path, "--trainer-max-restarts", "0", rollouts=FOREVER)
         ended = end_run(command, tmp_path, end, ready=trained(tmp_path, 1))
     print(f"{case}: {ended.processes} processes, exit code {ended.code}, {len(ended.left)} left; shared {ended.memory}")

@@ -2,64 +2,45 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 
 import pytest
-from called_turns import FIRST_BLOCKED
-from ended import end_run, finish, send, trained
-from launching import Assets, rows, run, train_command
+from called_turns import HOLD
+from ended import Ended, end_run, finish, send, trained
+from launching import Assets, train_command
+from story import HELD, ROLLOUTS, SAMPLES, Story, answered, calls
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(500)]
-ROLLOUTS, SAMPLES = 2, 64
+pytestmark = [pytest.mark.real, pytest.mark.timeout(3000)]
 
 
-def command_of(assets: Assets, work: Path, *more: str) -> list[str]:
+def test_what_a_tool_has_answered_is_not_asked_again(story: Story) -> None:
+    again = set(calls(story.work)[story.asked :]) & story.answered
+    print(f"{len(story.answered)} results were there, {len(again)} of their calls were made again")
+    assert len(story.answered) >= SAMPLES and not again
+    first = [one for one in calls(story.work)[: story.asked] if one[0] < HELD * SAMPLES]
+    assert len(first) == len(set(first)) > HELD * SAMPLES
+
+
+def test_the_calls_are_those_of_a_run_that_was_never_stopped(story: Story, whole_run: Ended) -> None:
+    whole = [one for one in calls(whole_run.work) if one[0] < ROLLOUTS * SAMPLES]
+    assert len(whole) == len(set(whole)) and set(whole) == set(calls(story.work))
+
+
+@pytest.mark.full
+def test_nor_is_it_where_generation_is_ahead_of_training(llama: Assets, tmp_path: Path) -> None:
     function = Path(__file__).with_name("called_turns.py")
     flags = ["--custom-generate-function-path", str(function), "--max-turns", "3", "--rollout-max-response-len", "40"]
-    return train_command(assets, work, "--save-interval", "1", *flags, *more, rollouts=ROLLOUTS)
-
-
-def calls(work: Path) -> list[tuple[int, int]]:
-    path = work / "calls.txt"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [(int(index), int(turn)) for index, turn in map(str.split, lines)]
-
-
-def known(work: Path) -> set[tuple[int, int]]:
-    """Calls of the second rollout whose results are written down."""
-    path = work / "save" / "turns.jsonl"
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    values = [json.loads(line)["value"] for line in lines if line.endswith(b"}")]
-    results = [value[0] for value in values if isinstance(value, list)]
-    return {(one["index"], one["turn"]) for one in results if one["index"] >= FIRST_BLOCKED}
-
-
-@pytest.mark.parametrize("how", ["in step", pytest.param("ahead", marks=pytest.mark.full)])
-def test_what_a_tool_has_answered_is_not_asked_again(llama: Assets, tmp_path: Path, how: str) -> None:
-    ahead = ["--async-buffer-size", "1", "--rollout-num-gpus", "1"] if how == "ahead" else []
-    killed = tmp_path / "killed"
-    killed.mkdir()
-    command = command_of(llama, killed, *ahead)
-    if ahead:
-        command.remove("--colocate")
-    end_run(command, killed, send(signal.SIGKILL), ready=lambda: len(known(killed)) >= SAMPLES)
-    before, asked = known(killed), len(calls(killed))
-    (killed / "go").touch()
-    resumed = end_run(command, killed, finish, ready=trained(killed, ROLLOUTS), log="resumed.txt")
+    flags += ["--save-interval", "1", "--async-buffer-size", "1", "--rollout-num-gpus", "1"]
+    command = train_command(llama, tmp_path, *flags, rollouts=2, colocate=False)
+    (tmp_path / HOLD).write_text("64")
+    end_run(command, tmp_path, send(signal.SIGKILL), ready=lambda: len(answered(tmp_path, 64)) >= 64)
+    before, asked = answered(tmp_path, 64), len(calls(tmp_path))
+    (tmp_path / HOLD).unlink()
+    resumed = end_run(command, tmp_path, finish, ready=trained(tmp_path, 2), log="resumed.txt")
     assert resumed.code == 0, resumed.text[-4000:]
-    again = set(calls(killed)[asked:]) & before
-    print(f"{how}: {len(before)} results were there, {len(again)} of their calls were made again")
-    assert len(before) >= SAMPLES and not again
-    first = [one for one in calls(killed)[:asked] if one[0] < FIRST_BLOCKED]
-    assert len(first) == len(set(first)) > SAMPLES
-    if ahead:
-        return
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    (whole / "go").touch()
-    run(command_of(llama, whole), whole / "log.txt")
-    assert len(calls(whole)) == len(set(calls(whole))) and set(calls(whole)) == set(calls(killed))
-    for kind, name in (("train", "train/loss"), ("train", "train/grad_norm"), ("rollout", "rollout/raw_reward")):
-        assert [row[name] for row in rows(killed, kind)] == [row[name] for row in rows(whole, kind)]
+    again = set(calls(tmp_path)[asked:]) & before
+    print(f"{len(before)} results were there, {len(again)} of their calls were made again")
+    assert len(before) >= 64 and not again
+    first = [one for one in calls(tmp_path)[:asked] if one[0] < 64]
+    assert len(first) == len(set(first)) > 64

@@ -1,0 +1,63 @@
+"""Every test that the page of claims names exists, and what it says is part of `scripts/test` is not left out there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "explanation" / "claims.md"
+NAME = re.compile(r"`([\w/]+)::(test_\w+)`")
+
+
+def rows() -> Iterator[tuple[str, str, str]]:
+    """The tables' rows: a claim, what shows it in every test run, and what only `--full` adds."""
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if line.startswith("|") and "---" not in line and cells[0] != "claim":
+            yield cells[0], cells[1], cells[2].strip("| ") if len(cells) > 2 else ""
+
+
+def functions(place: str, name: str) -> tuple[ast.Module, list[ast.FunctionDef]]:
+    """A file of tests by its short name, and its functions of a name."""
+    package, _, module = place.rpartition("/")
+    package, _, below = package.partition("/")
+    directory = ROOT / "packages" / f"slime-{package}" / "tests" / below if package else ROOT / "integration_tests"
+    tree = ast.parse((directory / f"test_{module}.py").read_text(encoding="utf-8"))
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
+    return tree, found
+
+
+def is_full(tree: ast.Module, function: ast.FunctionDef) -> bool:
+    """Whether the file or the function has the mark `full`, not only some of its parameters."""
+    marks = [ast.unparse(one) for one in function.decorator_list]
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
+            listed = node.value.elts if isinstance(node.value, ast.List) else [node.value]
+            marks += [ast.unparse(one) for one in listed]
+    return "pytest.mark.full" in marks
+
+
+ROWS = list(rows())
+
+
+@pytest.mark.parametrize(("claim", "default", "full"), ROWS, ids=[claim for claim, *_ in ROWS])
+def test_what_shows_a_claim_is_there(claim: str, default: str, full: str) -> None:
+    named = NAME.findall(default)
+    assert named or "(`--full` alone" in default
+    for place, name in named:
+        tree, [function] = functions(place, name)
+        assert not is_full(tree, function), f"{place}::{name} runs in --full alone"
+    for place, name in NAME.findall(full):
+        assert functions(place, name)[1], f"there is no {place}::{name}"
+
+
+def test_the_mark_is_seen() -> None:
+    tree, [function] = functions("replay", "test_a_run_is_trained_again_from_its_beginning")
+    assert is_full(tree, function)
+    tree, [function] = functions("rollout/engine/real_chaos", "test_engines_fail_while_they_read_prompts")
+    assert is_full(tree, function)
