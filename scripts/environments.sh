@@ -73,6 +73,16 @@ sync_engine() {
     install_packages .venv-engine slime-core "slime-rollout[sglang]"
 }
 
+# Imports what a run imports, once for an installation: its byte-code and the caches of both halves are there then, not
+# made while the first run waits for them. That it fails says nothing yet; the run will.
+warm_up() {
+    local stamp="$ROOT/.venv-engine/warm"
+    [ "$stamp" -nt "$ROOT/uv.lock" ] && [ "$stamp" -nt "$ROOT/.venv/pyvenv.cfg" ] && return
+    echo "byte-code of both environments, once"
+    "$ROOT/.venv/bin/python" "$ROOT/scripts/warm_up.py" "$ROOT/.venv-engine/bin/python" && touch "$stamp"
+    return 0
+}
+
 # The same for NVIDIA GPUs: SGLang with all that its wheel asks for, CUDA and its own torch; --no-config leaves our CPU
 # list of its needs out.
 sync_cuda_engine() {

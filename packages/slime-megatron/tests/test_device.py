@@ -6,6 +6,8 @@ import sys
 import pytest
 import torch
 
+from slime_megatron import device
+
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-ins are for machines without CUDA")
 
 
@@ -63,3 +65,15 @@ from slime_megatron.device import install_cpu_device
 install_cpu_device()
 """)
     assert "megatron.core was imported before" in result.stderr
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [0, 1, 1000, (1 << 20) + 3])
+def test_zeros_are_zeros_where_something_else_lay(dtype, size):
+    for _ in range(3):
+        torch.full((size + 64,), 7.0, dtype=dtype)  # freed at once: its memory comes again
+        zeros = device.zeros_like(torch.empty(size, dtype=dtype))
+        assert (zeros.shape, zeros.dtype) == ((size,), dtype)
+        assert not zeros.any()
+        zeros += 1
+        assert zeros.sum(dtype=torch.float64) == size

@@ -260,3 +260,30 @@ def test_without_a_template(build_tokenizer):
 def test_text_is_a_message_of_the_users():
     assert as_messages("How warm?") == ASKED
     assert as_messages(ASKED) == ASKED and as_messages(ASKED) is not ASKED
+
+
+PLAIN = """
+import sys
+from slime_rollout.data import load_tokenizer
+tokenizer = load_tokenizer(sys.argv[1])
+assert "torch" not in sys.modules, "torch was imported"
+from transformers import AutoTokenizer
+other = AutoTokenizer.from_pretrained(sys.argv[1])
+assert type(tokenizer) is type(other), (type(tokenizer), type(other))
+assert tokenizer.backend_tokenizer.to_str() == other.backend_tokenizer.to_str()
+assert tokenizer.special_tokens_map == other.special_tokens_map
+assert tokenizer.chat_template == other.chat_template
+assert tokenizer.model_max_length == other.model_max_length
+"""
+
+
+@pytest.mark.parametrize("name", ["TokenizersBackend", "PreTrainedTokenizerFast"])
+def test_a_plain_tokenizer_is_what_transformers_chooses_without_torch(name, tokenizer_dir, tmp_path):
+    for file in tokenizer_dir.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    path = tmp_path / "tokenizer_config.json"
+    config = json.loads(path.read_bytes()) if path.exists() else {}
+    path.write_text(json.dumps({**config, "tokenizer_class": name}))
+    words = [sys.executable, "-c", PLAIN, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

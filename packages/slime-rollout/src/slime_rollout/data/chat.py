@@ -76,7 +76,7 @@ def load_tokenizer(hf_checkpoint: str, *, trust_remote_code: bool = False) -> An
 
 
 def _is_plain(directory: Path) -> bool:
-    """Whether its tokenizer.json says it all, by its config: `AutoTokenizer` makes the same, but imports torch first."""
+    """Whether its tokenizer.json says it all: `AutoTokenizer` makes the same of it, but imports torch first."""
     try:
         config = json.loads((directory / "tokenizer_config.json").read_bytes())
     except (OSError, ValueError):
@@ -103,7 +103,7 @@ def remember_structure() -> None:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    sys.meta_path.insert(0, module.Finder())
+    sys.meta_path.insert(0, module.Remember())
 
 
 def _ignore_broken_torchvision() -> None:

@@ -4,7 +4,7 @@
 an engine does not have here, which are half of what it imports; ``structure`` remembers what transformers reads in
 each of its files whenever it is imported.
 
-``plugin`` registers ``sampling``, ``attention``, ``experts``, ``prefill`` and ``tokenizers`` through SGLang's own plugin
+``plugin`` registers ``sampling``, ``attention``, ``experts``, ``prefill`` and ``tokenizers`` through SGLang's own
 mechanism, which finds it by the entry point in the dist-info directory. ``models`` is found through
 SGLANG_EXTERNAL_MODEL_PACKAGE.
 """
@@ -21,6 +21,6 @@ IMPORT_ALL = "SLIME_ENGINE_IMPORT_ALL"
 def install():
     """Let the stand-ins win over installed packages."""
     if os.environ.get(IMPORT_ALL) != "1":
-        sys.meta_path.insert(0, left_out.Finder())
-        sys.meta_path.insert(0, structure.Finder())
-    sys.meta_path.insert(0, stand_ins.Finder())
+        sys.meta_path.insert(0, left_out.LeaveOut())
+        sys.meta_path.insert(0, structure.Remember())
+    sys.meta_path.insert(0, stand_ins.StandInFor())

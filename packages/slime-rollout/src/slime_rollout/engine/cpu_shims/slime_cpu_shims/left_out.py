@@ -9,14 +9,13 @@ import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
-import sys
 import types
 from typing import NamedTuple
 
 from slime_cpu_shims.structure import after
 
 
-class Row(NamedTuple):
+class Feature(NamedTuple):
     """A module that is left out, with all below it.
 
     Attributes:
@@ -32,13 +31,15 @@ class Row(NamedTuple):
     unless: str | None = None
 
 
-ROWS = (
-    Row("torch._dynamo", ("torch", "2.13."), "compiles functions, which TORCHDYNAMO_DISABLE=1 switches off"),
-    Row("torch._inductor", ("torch", "2.13."), "generates the code of compiled functions"),
-    Row("torch.distributed.tensor", ("torch", "2.13."), "DTensor, which transformers' own models are sharded with"),
-    Row("transformers.generation.continuous_batching", ("transformers", "5.19."), "transformers' own server"),
-    Row("IPython", ("ipython", ""), "shows pictures and progress in a notebook"),
-    Row("openai", ("openai", ""), "types of /v1/responses, which SGLang has only with openai-harmony", "openai_harmony"),
+FEATURES = (
+    Feature("torch._dynamo", ("torch", "2.13."), "compiles functions, which TORCHDYNAMO_DISABLE=1 switches off"),
+    Feature("torch._inductor", ("torch", "2.13."), "generates the code of compiled functions"),
+    Feature("torch.distributed.tensor", ("torch", "2.13."), "DTensor, which transformers' own models are sharded with"),
+    Feature("transformers.generation.continuous_batching", ("transformers", "5.19."), "transformers' own server"),
+    Feature("IPython", ("ipython", ""), "shows pictures and progress in a notebook"),
+    Feature(
+        "openai", ("openai", ""), "types of /v1/responses, which SGLang has only with openai-harmony", "openai_harmony"
+    ),
 )
 
 
@@ -109,8 +110,8 @@ class _Loader(importlib.abc.Loader):
             _fill_dynamo(module)
 
 
-class Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules of the rows, and has ``torch.compile`` leave functions as they are."""
+class LeaveOut(importlib.abc.MetaPathFinder):
+    """Finds the modules of the features, and has ``torch.compile`` leave functions as they are."""
 
     def __init__(self):
         self._rows = {}
@@ -119,7 +120,7 @@ class Finder(importlib.abc.MetaPathFinder):
         """A module that is left out, or one of those below it."""
         if name == "torch":
             return _then(name, _leave_functions_as_they_are, self)
-        for row in ROWS:
+        for row in FEATURES:
             if name == row.module or name.startswith(f"{row.module}."):
                 return importlib.machinery.ModuleSpec(name, _Loader(), is_package=True) if self._applies(row) else None
         return None
@@ -135,7 +136,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
 def _leave_functions_as_they_are(torch, finder):
     """`torch.compile` itself imports the compiler, even where TORCHDYNAMO_DISABLE=1 has it do nothing."""
-    if finder._applies(ROWS[0]):
+    if finder._applies(FEATURES[0]):
         torch.compile = lambda model=None, **_options: _as_it_is if model is None else model
 
 

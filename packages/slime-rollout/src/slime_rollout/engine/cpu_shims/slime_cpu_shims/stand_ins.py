@@ -11,7 +11,6 @@
 import contextlib
 import importlib.abc
 import importlib.machinery
-import sys
 import types
 from pathlib import Path
 
@@ -90,7 +89,7 @@ class _Loader(importlib.abc.Loader):
             _fill_triton(module)
 
 
-class Finder(importlib.abc.MetaPathFinder):
+class StandInFor(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name == "sgl_kernel" or name.partition(".")[0] == "triton":
             return importlib.machinery.ModuleSpec(name, _Loader(), is_package=name != "sgl_kernel")

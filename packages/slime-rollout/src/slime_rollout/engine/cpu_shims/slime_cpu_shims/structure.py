@@ -1,4 +1,4 @@
-"""Remembers what transformers finds in its files: each import of it reads all of them, twice, for the names they export.
+"""Remembers what transformers finds in its files: each import reads all of them, twice, for the names they export.
 
 The names are kept in the user's cache directory, for the installed release at its place. A copy that is edited in
 place, and not installed below a ``site-packages``, is read each time.
@@ -19,7 +19,7 @@ MODULE = "transformers.utils.import_utils"
 PLACES = {"site-packages", "dist-packages"}
 
 
-class Finder(importlib.abc.MetaPathFinder):
+class Remember(importlib.abc.MetaPathFinder):
     """Has the function of transformers that reads the files remember what it found."""
 
     def find_spec(self, name, path=None, target=None):
@@ -35,19 +35,15 @@ def _remember(module):
     original = getattr(module, "create_import_structure_from_path", None)
     if original is None:
         return
-    known, depth = {}, 0
+    known = {}
 
     def create_import_structure_from_path(module_path):
-        nonlocal depth
-        path = os.path.dirname(module_path) if os.path.isfile(module_path) else str(module_path)
-        if depth or Path(path).name != "models" or not PLACES & set(Path(path).parts):
+        path = Path(module_path)
+        path = path.parent if path.is_file() else path
+        if path.name != "models" or not PLACES & set(path.parts):
             return original(module_path)
         if path not in known:
-            depth += 1
-            try:
-                known[path] = _stored(path, original)
-            finally:
-                depth -= 1
+            known[path] = _stored(path, original)
         return _decode(known[path])
 
     module.create_import_structure_from_path = create_import_structure_from_path
@@ -58,19 +54,19 @@ def _stored(path, read):
     file = _file(path)
     with contextlib.suppress(OSError, ValueError):
         return json.loads(file.read_bytes())
-    found = _encode(read(path))
+    found = _encode(read(str(path)))
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as partial:
             json.dump(found, partial)
-        os.replace(partial.name, file)
+        Path(partial.name).replace(file)
     return found
 
 
 def _file(path):
     """Another one for each place and each installation: that of a release writes a new directory."""
-    at = Path(path).stat()
-    key = json.dumps([path, at.st_mtime_ns, at.st_ino, sorted(os.listdir(Path(path).parent))])
+    at = path.stat()
+    key = json.dumps([str(path), at.st_mtime_ns, at.st_ino, sorted(beside.name for beside in path.parent.iterdir())])
     directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return directory / "slime" / f"transformers-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
