@@ -19,7 +19,9 @@ def engine_moves(work: Path) -> list[str]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("saves", [(), pytest.param(("--async-save",), marks=pytest.mark.full)], ids=["save", "async"])
+@pytest.mark.parametrize(
+    "saves", [(), pytest.param(("--no-async-save",), marks=pytest.mark.full)], ids=["save", "waits"]
+)
 def test_a_run_that_hands_its_memory_over_ends_as_one_that_does_not(
     saves: tuple[str, ...], qwen3: Assets, tmp_path: Path
 ) -> None:
