@@ -5,7 +5,7 @@ the checkpoint at 70 % of `cp`'s rate. One rank, AdamW's state in fp32 beside bf
 
 The saves are of the quick start's model, and the three ways take turns in one process, each after a train step:
 `before` as slime wrote until now, `waited for` as with --no-async-save, `in the background` as by default. `stopped` is
-what the run waits for. Of `step at once`, where nothing is generated between a save and the next train step, it includes
+what the run waits for. With `step at once`, where nothing is generated between a save and the next train step, it has
 the copy of what is not written when the optimizer changes it. `step` is a train step, alone and during a write.
 
 `ready` is when a rank of a new process has loaded its state, and `first step` when it has trained on a batch of 512
