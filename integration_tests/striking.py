@@ -104,7 +104,7 @@ def advantages(inputs):
     strike(trained_on(), "train")
     if "struck" not in EngineChannel.send.__name__:  # after the first step: not what is sent at the start
         before(EngineChannel, "send", lambda *_: (trained_on(), "push"))
-        before(InProcessSave, "save", lambda *_: (trained_on(), "save"))
+        before(InProcessSave, "write", lambda *_: (trained_on(), "save"))
     return estimator_named("grpo")(inputs)
 
 if "RolloutHost" in TITLE:

@@ -32,7 +32,7 @@ def test_trainer_and_engine_take_turns_in_memory(whole_run: Ended) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("saves", [(), ("--async-save",)], ids=["save", "async"])
+@pytest.mark.parametrize("saves", [(), ("--no-async-save",)], ids=["save", "waits"])
 def test_a_run_that_hands_its_memory_over_ends_as_one_that_does_not(
     saves: tuple[str, ...], qwen3: Assets, tmp_path: Path
 ) -> None:

@@ -58,7 +58,7 @@ def advantages(inputs):
     if calls == {call} and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
         if {moment!r} == "save":
             from slime_megatron.checkpoint_writer import InProcessSave
-            before(InProcessSave, "save")
+            before(InProcessSave, "write")
         else:
             strike()
     return estimator_named("grpo")(inputs)

@@ -22,11 +22,9 @@ def test_killed_run_continues_with_the_losses_of_one_that_was_never_stopped(
 
 
 @pytest.mark.full
-def test_it_does_with_checkpoints_that_are_written_beside_the_loop(
-    whole_run: Ended, llama: Assets, tmp_path: Path
-) -> None:
+def test_it_does_with_checkpoints_that_the_loop_waits_for(whole_run: Ended, llama: Assets, tmp_path: Path) -> None:
     """It is killed once the checkpoint of two rollouts counts, and trained on more."""
-    command = story_command(llama, tmp_path, "--async-save", colocate=True)
+    command = story_command(llama, tmp_path, "--no-async-save", colocate=True)
 
     def ready() -> bool:
         manifest = read_manifest(tmp_path / "save")

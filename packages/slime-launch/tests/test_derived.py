@@ -178,3 +178,21 @@ def test_a_quantized_model_gives_first_weights_but_no_engines_without_a_gpu(flag
     with pytest.raises(SlimeError, match=rf"{quantized} is quantized .* on GPUs alone; give it in bfloat16"):
         preflight(settings)
     assert engine_weights(settings, checked.shape) == (quantized / "model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("given", "background"),
+    [({}, False), ({"--save": "runs"}, True), ({"--save": "runs", "--no-async-save": None}, False)],
+)
+def test_checkpoints_are_written_while_the_run_goes_on(small, to_words, given, background):
+    assert (
+        parse_train(
+            to_words({name: value for name, value in small.items() if name != "--save"} | given)
+        ).megatron.async_save
+        is background
+    )
+
+
+def test_to_write_them_so_and_not_so(small, to_words):
+    with pytest.raises(ConfigError, match="--async-save and --no-async-save contradict each other"):
+        parse_train(to_words(small | {"--save": "runs", "--async-save": None, "--no-async-save": None}))

@@ -115,11 +115,11 @@ def outcome(home: Path) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("in_background", [False, True], ids=["save", "async save"])
+@pytest.mark.parametrize("in_background", [False, True], ids=["no async save", "save"])
 def test_killed_anywhere_it_ends_the_same(clock, flags, launch, tmp_path, monkeypatch, in_background):
     monkeypatch.setattr(Trainers, "in_background", in_background)
-    if in_background:
-        flags["--async-save"] = None
+    if not in_background:
+        flags["--no-async-save"] = None
     assert launch(tmp_path / "whole")
     points, expected = clock.names, outcome(tmp_path / "whole")
     assert [row["rollout_id"] for row in expected["rows"] if row["kind"] == "train"] == [0, 1, 2, 3]
@@ -147,13 +147,13 @@ OF_TRAINERS = ("train ", "trained ", "push ", "save ", "saved ", "generate ", "e
 """Points at which trainers may be lost: their calls, and where they are only looked at."""
 
 
-@pytest.mark.parametrize("in_background", [False, True], ids=["save", "async save"])
+@pytest.mark.parametrize("in_background", [False, True], ids=["no async save", "save"])
 def test_trainers_lost_anywhere_are_started_again_and_it_ends_the_same(
     clock, flags, launch, tmp_path, monkeypatch, in_background
 ):
     monkeypatch.setattr(Trainers, "in_background", in_background)
-    if in_background:
-        flags["--async-save"] = None
+    if not in_background:
+        flags["--no-async-save"] = None
     assert launch(tmp_path / "whole")
     points, expected = clock.names, outcome(tmp_path / "whole")
     places = [place for place, point in enumerate(points) if point.startswith(OF_TRAINERS)]

@@ -105,7 +105,7 @@ def test_evaluations_saves_and_hand_overs_count_as_often_as_they_come(times):
     assert longer["evaluate"][1] < found["evaluate"][1]
     exported, _ = times("--save-hf", "export/{rollout_id}")
     assert exported["save"][1] > found["save"][1]
-    assert times("--async-save")[0]["save"][1] < found["save"][1]
+    assert times("--no-async-save")[0]["save"][1] > found["save"][1] == times("--async-save")[0]["save"][1]
     offloaded, _ = times("--optimizer-cpu-offload", "--use-precision-aware-optimizer")
     half, _ = times("--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--optimizer-offload-fraction", "0.5")
     assert offloaded["optimizer on the host"] == (10, pytest.approx(2 * half["optimizer on the host"][1]))

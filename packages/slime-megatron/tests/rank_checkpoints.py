@@ -17,23 +17,39 @@ class Checkpoints:
     def saved(self, wait=False):
         return self.worker.saved(wait)
 
-    def hold_saves(self):
-        """Have what writes in the background wait until it may go on."""
+    def hold_saves(self, at="_write"):
+        """Have what writes in the background wait before a step of it until it may go on."""
         from slime_megatron import checkpoint_writer
 
-        write, self._may_write = checkpoint_writer._write, threading.Event()
+        step, self._step, self._may_write = getattr(checkpoint_writer, at), at, threading.Event()
+        self._is_held = threading.Event()
 
         def held(*args):
+            self._is_held.set()
             self._may_write.wait()
-            write(*args)
+            return step(*args)
 
-        checkpoint_writer._write, self._write = held, write
+        setattr(checkpoint_writer, at, held)
+        self._held_step = step
+
+    def wait_until_held(self):
+        assert self._is_held.wait(60)
 
     def let_saves_go(self):
         from slime_megatron import checkpoint_writer
 
-        checkpoint_writer._write = self._write
+        setattr(checkpoint_writer, self._step, self._held_step)
         self._may_write.set()
+
+    def leave_no_memory(self):
+        """Have the machine say that nothing of its memory is left."""
+        from slime_megatron import background
+
+        background.spare_memory = lambda: 0
+
+    def is_released(self):
+        """Whether what is written in the background was copied, because it was to change."""
+        return self.worker._background._live._is_released
 
     def save_as_before(self, iteration):
         """Save as slime did when it knew tensor and data parallelism alone: random states by tensor rank."""
@@ -157,7 +173,7 @@ class Checkpoints:
             shutil.disk_usage = lambda path: usage(path)._replace(free=free)
         try:
             directory = self.worker.save(iteration)
-            if self.worker._background is not None:
+            if self.worker._background is not None and self.worker._background._thread is not None:
                 self.worker._background._thread.join()
             return directory
         except Exception as error:

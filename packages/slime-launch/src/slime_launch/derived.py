@@ -22,6 +22,7 @@ def derived_values(given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
 
     Epochs say the number of rollouts, a batch size alone that of steps per rollout, the length of the run how long a
     learning rate decays, and ``--dump-details`` where rollouts and train data go. Without trainers there is one engine.
+    Checkpoints are written while the run goes on.
     On CUDA the trainer computes in bfloat16 with the distributed optimizer, which was not run there; else in fp32.
     """
     defaults = {spec.dest: spec.default for config in CONFIGS.values() for spec in flag_specs(config)}
@@ -49,6 +50,8 @@ def derived_values(given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
     only_engines = values["num_rollout"] == 0 or values["debug_rollout_only"]
     if only_engines and not given.keys() & _SAY_THE_ENGINES:
         found["rollout_num_gpus"] = values["rollout_num_gpus_per_engine"]
+    if given.get("save") is not None and not given.keys() & {"async_save", "no_async_save"}:
+        found["async_save"] = True
     if on_gpu:
         if "bf16" not in given and "fp32" not in given:
             found["bf16"] = True

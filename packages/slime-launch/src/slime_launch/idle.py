@@ -51,7 +51,7 @@ def idle_flags(settings: Settings) -> Iterator[tuple[str, list[str]]]:
         (
             settings.only_evaluates or settings.run.debug_rollout_only,
             "weights stay as they are",
-            frozenset({"update_weights_interval", "num_steps_per_rollout", "save_hf", "async_save"}),
+            frozenset({"update_weights_interval", "num_steps_per_rollout", "save_hf", "async_save", "no_async_save"}),
         ),
     ]
     said: set[str] = set(_OF_ALL)

@@ -79,10 +79,12 @@ def run_loop(parts: Parts) -> None:
         seconds: dict[str, float] = {}
         with timed(seconds, "rollout"):
             batch = next_batch(parts, rollout_id)
+        commit_save(parts)
         check_weights(parts, before_training=True)
         catch_up(parts)
         with timed(seconds, "train"):
             report = train(parts, batch)
+        commit_save(parts)
         version = rollout_id + 1 if push_due_at(parts, rollout_id + 1) else parts.state.weight_version
         is_due = version > parts.state.weight_version
         parts.state.trained(batch, version)
@@ -138,6 +140,7 @@ def wait_for(parts: Parts, call: Call[Result], wait: Wait) -> Result:
     """
     while not call.done():
         parts.trainers.check()
+        commit_save(parts, shown=wait)
         progress = parts.rollout.progress()
         wait.update(progress.note, done=progress.done, total=progress.total, silent=progress.silent)
         if progress.behind:
@@ -229,7 +232,7 @@ def catch_up(parts: Parts, wait: Wait | None = None) -> None:
     channel = parts.rollout.begin_update(only_behind=not are_newer)
     if channel.engine_urls:
         what = "send weights to engines that were replaced"
-        with contextlib.nullcontext(wait) if wait is not None else parts.console.wait(what, phase="send") as shown:
+        with waiting(parts, what, "send", wait) as shown:
             parts.memory.to_send(shown)
             if try_to_push(parts, channel, version, shown) is not None:
                 parts.state.weight_version = version
@@ -288,44 +291,54 @@ def shows_examples(parts: Parts, rollout_id: int) -> bool:
 
 
 def save_if_due(parts: Parts) -> None:
-    """Write a checkpoint, with --async-save while the loop goes on; it counts once the manifest names it."""
-    if not parts.state.save_due:
-        return
-    take_checkpoint(parts)
-    if not parts.settings.megatron.async_save:
-        parts.state.commit()
-        export(parts)
+    """Write a checkpoint, unless --no-async-save while the loop goes on; it counts once the manifest names it."""
+    if parts.state.save_due:
+        take_checkpoint(parts)
+        commit_save(parts, wait=not parts.settings.megatron.async_save)
 
 
 def take_checkpoint(parts: Parts) -> None:
     """Have the trainers write a checkpoint, which does not count yet; an earlier one does, before."""
     commit_save(parts, wait=True)
     parts.memory.to_train()
-    iteration, in_background = parts.state.iteration, parts.settings.megatron.async_save
-    done = f"{'copied' if in_background else 'saved'} checkpoint {iteration}"
-    with parts.console.wait(f"save checkpoint {iteration}", done=done, phase="save") as wait:
+    iteration = parts.state.iteration
+    with parts.console.wait(f"save checkpoint {iteration}", phase="save") as wait:
         checkpoint = parts.trainers.save(iteration, on_poll=watch_trainers(parts, wait))
-        parts.state.saving(checkpoint, parts.rollout.state_dict())
+        parts.state.saving(checkpoint, parts.rollout.state_dict(), seconds=wait.seconds)
 
 
-def commit_save(parts: Parts, *, wait: bool = False) -> None:
-    """Have the manifest name the checkpoint that --async-save has written meanwhile; with ``wait``, once it has."""
+def commit_save(parts: Parts, *, wait: bool = False, shown: Wait | None = None) -> None:
+    """Have the manifest name the checkpoint that was taken, if it is written by now; with ``wait``, once it is.
+
+    Only then is it said to be saved, with the seconds that the loop has waited for it. ``shown`` is the wait that this
+    is a part of, if any.
+    """
     if not parts.state.is_saving:
         return
-    with parts.console.wait("write the checkpoint", phase="save") as shown:
-        is_written = parts.trainers.saved(wait=wait, on_poll=watch_trainers(parts, shown))
+    with waiting(parts, "write the checkpoint", "save", shown) as own:
+        start = time.monotonic()
+        is_written = parts.trainers.saved(wait=wait, on_poll=watch_trainers(parts, own))
+        parts.state.waited(time.monotonic() - start)
         if is_written:
-            parts.state.commit()
+            iteration, seconds = parts.state.commit()
     if is_written:
-        export(parts)
+        parts.console.line(f"saved checkpoint {iteration} ({seconds:.1f} s)")
+        export(parts, shown)
 
 
-def export(parts: Parts) -> None:
+def export(parts: Parts, shown: Wait | None = None) -> None:
     """Write the checkpoint that the manifest names as a Hugging Face model, with --save-hf; then drop the oldest."""
     if parts.settings.run.save_hf is not None:
-        with parts.console.wait("export the checkpoint", done="exported the checkpoint", phase="export"):
+        with waiting(parts, "export the checkpoint", "export", shown, done="exported the checkpoint"):
             parts.state.export()
     parts.state.drop_oldest()
+
+
+def waiting(
+    parts: Parts, what: str, phase: str, shown: Wait | None, done: str | None = None
+) -> contextlib.AbstractContextManager[Wait]:
+    """A wait of its own, or the one that it is a part of."""
+    return parts.console.wait(what, done=done, phase=phase) if shown is None else contextlib.nullcontext(shown)
 
 
 def evaluate_if_due(parts: Parts) -> None:

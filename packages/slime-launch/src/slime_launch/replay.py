@@ -26,7 +26,7 @@ from slime_rollout.store import RolloutStore
 
 _LEFT_OUT = frozenset(
     {
-        *("config", "output_dir", "save", "save_interval", "save_hf", "async_save", "keep_rollouts"),
+        *("config", "output_dir", "save", "save_interval", "save_hf", "async_save", "no_async_save", "keep_rollouts"),
         *("num_rollout", "num_epoch", "load_debug_rollout_data", "debug_train_only", "save_debug_rollout_data"),
         *("save_debug_train_data", "dump_details", "max_checkpoints_kept", "trainer_max_restarts", "use_wandb"),
         *("eval_interval", "eval_prompt_data", "eval_config", "skip_eval_before_train", "async_buffer_size"),

@@ -133,12 +133,13 @@ def start_notes(settings: Settings, manifest: Manifest | None, weights: StartWei
 
 
 class Position(NamedTuple):
-    """Where the run stood when a checkpoint was taken."""
+    """Where the run stood when a checkpoint was taken, and the seconds that it has waited for it since."""
 
     checkpoint: Path
     iteration: int
     weight_version: int
     source_state: dict[str, Any]
+    seconds: float
 
 
 class RunState:
@@ -214,25 +215,37 @@ class RunState:
         at_end = iteration >= self._settings.num_rollout
         return at_end or (interval is not None and iteration % interval == 0)
 
-    def saving(self, checkpoint: Path, source_state: dict[str, Any]) -> None:
-        """The ranks write ``checkpoint`` of the weights as they are now; it counts when :meth:`commit` says so."""
-        self._saving = Position(checkpoint, self.iteration, self.weight_version, source_state)
+    def saving(self, checkpoint: Path, source_state: dict[str, Any], *, seconds: float = 0.0) -> None:
+        """The ranks write ``checkpoint`` of the weights as they are now; it counts when :meth:`commit` says so.
+
+        The run has waited ``seconds`` for them, and for what :meth:`waited` adds.
+        """
+        self._saving = Position(checkpoint, self.iteration, self.weight_version, source_state, seconds)
+
+    def waited(self, seconds: float) -> None:
+        """The run has waited for the checkpoint that is being written."""
+        if self._saving is not None:
+            self._saving = self._saving._replace(seconds=self._saving.seconds + seconds)
 
     @property
     def is_saving(self) -> bool:
         """Whether a checkpoint was taken that does not count yet."""
         return self._saving is not None
 
-    def commit(self) -> None:
-        """Every rank has written the checkpoint: from here on the run continues from it and its source state."""
+    def commit(self) -> tuple[int, float]:
+        """Every rank has written the checkpoint: from here on the run continues from it and its source state.
+
+        Returns:
+            Its number, and the seconds that the run has waited for it.
+        """
         position, self._saving = self._saving, None
-        if self._save is None or position is None:
-            return
+        assert self._save is not None and position is not None  # only a run with --save takes checkpoints
         self._checkpoint = position.checkpoint.resolve().relative_to(self._save.resolve()).as_posix()
         self._committed = position.iteration
         self._write_manifest(position.iteration, position.weight_version, position.source_state)
         if not self._settings.run.keep_rollouts:
             self._store.discard_through(position.iteration - 1)
+        return position.iteration, position.seconds
 
     @property
     def is_exported(self) -> bool:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import datetime
 import shutil
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
@@ -25,65 +23,17 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from slime_convert.shape import ModelShape
+from slime_megatron.background import Background, LiveTensors
 from slime_megatron.checkpoint import OLD, TRACKER, iteration_directory
+from slime_megatron.checkpoint_files import DirectWriter
 from slime_megatron.checkpoint_io import checkpoint_state, naming_failures
 from slime_megatron.config import MegatronConfig
 from slime_megatron.errors import CheckpointError
 from slime_megatron.model import Chunks
 from slime_megatron.peft import DIRECTORY, gather_adapters, lora_of, write_adapter
-
-
-class Background:
-    """Writes one checkpoint at a time in a thread, through a process group that nothing else uses.
-
-    All ranks make one together, and call its methods in the same order.
-    """
-
-    def __init__(self, timeout_minutes: float) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=timeout_minutes))
-        self._thread: threading.Thread | None = None
-        self._problem: str | None = None
-
-    def start(self, write: Callable[[Any], None]) -> None:
-        """Call ``write`` with the process group in a thread; nothing may be under way."""
-        assert self._thread is None
-
-        def run() -> None:
-            try:
-                write(self._group)
-            except Exception as error:
-                self._problem = str(error) or type(error).__name__
-
-        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def finished(self, *, wait: bool) -> bool:
-        """Whether every rank is done with what was started last. All ranks get the same answer, or error.
-
-        Args:
-            wait: Wait until they are.
-
-        Raises:
-            CheckpointError: It failed, on any rank; raised once.
-        """
-        if self._thread is None:
-            return True
-        if wait:
-            self._thread.join()
-        elif not _everywhere(not self._thread.is_alive()):
-            return False
-        self._thread.join()
-        self._thread, problem = None, self._problem
-        self._problem = None
-        problems: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-        if found := [text for text in problems if text is not None]:
-            raise CheckpointError(found[0])
-        return True
 
 
 def save_checkpoint(
@@ -108,19 +58,17 @@ def save_checkpoint(
         optimizer: Megatron's.
         scheduler: Megatron's.
         iteration: Its number.
-        background: Only copy the state now, and write it there; an earlier one is waited for.
+        background: Write it there, if memory and disk have room; nothing may be under way.
 
     Returns:
-        Its directory, which is not there yet if it is written in the background.
+        Its directory, which is not there yet if it is written in the background. Then ``background.release()`` must be
+        called before the model or the optimizer changes.
 
     Raises:
-        CheckpointError: ``--save`` is not set, or the directory cannot be written; with ``background``, the earlier one
-            could not.
+        CheckpointError: ``--save`` is not set, or the directory cannot be written.
     """
     if config.save is None:
         raise CheckpointError("a checkpoint was asked for, but --save names no directory")
-    if background is not None:
-        background.finished(wait=True)
     final = iteration_directory(config.save, iteration)
     temporary = final.with_name(final.name + ".tmp")
     with _naming(final, temporary):
@@ -129,23 +77,29 @@ def save_checkpoint(
     if (lora := lora_of(model)) is not None:
         adapters = partial(write_adapter, temporary / DIRECTORY, gather_adapters(model, shape), lora)
     sharded, common = save_preprocess(checkpoint_state(config, shape, model, optimizer, scheduler, iteration))
-    if background is None:
-        _write(sharded, common, final, adapters, None)
+    if background is None or not background.has_room(_own_tensors(sharded), final.parent):
+        _write(InProcessSave.prepared(sharded), common, final, adapters)
     else:
-        dict_list_map_inplace(_to_host, sharded)
-        background.start(partial(_write, sharded, copy.deepcopy(common), final, adapters))
+        dict_list_map_inplace(_apart, sharded)
+        state = InProcessSave.prepared(sharded)
+        background.start(partial(_write, state, copy.deepcopy(common), final, adapters), tensors_of(state))
     return final
 
 
 def _write(
-    sharded: dict[str, Any], common: dict[str, Any], final: Path, adapters: Callable[[], None] | None, group: Any
+    state: dict[str, Any],
+    common: dict[str, Any],
+    final: Path,
+    adapters: Callable[[], None] | None,
+    live: LiveTensors | None = None,
+    group: Any = None,
 ) -> None:
     """The files, each rank its own; then the directory gets its name. What was written is removed if a rank fails."""
     temporary = final.with_name(final.name + ".tmp")
     try:
         with _naming(final, temporary):
             _rank_0_first(group, torch.save, common, temporary / COMMON_STATE_FNAME)
-            InProcessSave(group).save(sharded, temporary)
+            InProcessSave(group, live).write(state, temporary)
             if adapters is not None:
                 _rank_0_first(group, adapters)
             # Last: it is what makes a directory a checkpoint.
@@ -161,18 +115,23 @@ def _naming(final: Path, temporary: Path) -> contextlib.AbstractContextManager[N
     return naming_failures(f"cannot write the checkpoint {final}", "make room there and continue the run", temporary)
 
 
-def _to_host(value: Any) -> Any:
-    """Copy the tensors that this rank will write."""
-    if isinstance(value, ShardedTensor) and value.data is not None and is_main_replica(value.replica_id):
+def _is_own(value: Any) -> bool:
+    """Whether it is a tensor that this rank will write."""
+    return isinstance(value, ShardedTensor) and value.data is not None and is_main_replica(value.replica_id)
+
+
+def _own_tensors(sharded: dict[str, Any]) -> list[torch.Tensor]:
+    return [value.data for value in nested_values(sharded) if _is_own(value)]
+
+
+def _apart(value: Any) -> Any:
+    """Copy what cannot be read while the run goes on: what is not in host memory, or changes before an optimizer step.
+
+    Megatron moves the routers' biases at the end of the backward pass.
+    """
+    if _is_own(value) and (not value.data.is_cpu or value.key.endswith("expert_bias")):
         value.data = value.data.detach().to("cpu", copy=True)
     return value
-
-
-def _everywhere(condition: bool) -> bool:
-    """Whether it holds on every rank."""
-    flag = torch.tensor(int(condition), device=torch.cuda.current_device())
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag)
 
 
 def _rank_0_first(group: Any, action: Any, *args: Any) -> None:
@@ -211,25 +170,48 @@ def _publish(temporary: Path, final: Path, iteration: int) -> None:
 
 
 class InProcessSave(SaveShardedStrategy):  # type: ignore[misc]
-    """The same files as Megatron-core's own strategy, written by torch's plain writer.
+    """The same files as Megatron-core's own strategy, written in this process: see `slime_megatron.checkpoint_files`.
 
     Megatron-core's starts a manager process, which stays for as long as the rank lives, and forks writers; when one of
     them fails, the other ranks wait for it forever. Here no process is started, and a failure is raised on every rank.
-    ``group`` is the process group through which they agree on who writes what; the whole world's unless given.
+    ``group`` is the process group through which they agree on who writes what; the whole world's unless given. Through
+    ``live`` the tensors are read, unless nothing changes them.
     """
 
     can_handle_sharded_objects = True
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any = None, live: LiveTensors | None = None) -> None:
         super().__init__("torch_dist", 1)
         self._group = group
+        self._reading = _unchanged if live is None else live.reading
+
+    @staticmethod
+    def prepared(sharded: dict[str, Any]) -> dict[str, Any]:
+        """What this rank writes, by torch's names; tensors are views of those given, objects are bytes already."""
+        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
+        return dict(mcore_to_pyt_state_dict(state, False))
+
+    def write(self, state: dict[str, Any], directory: str | Path) -> None:
+        """Write what was :meth:`prepared` on this rank; all ranks together."""
+        writer = DirectWriter(directory, self._reading)
+        save(state, storage_writer=writer, planner=_planner(), process_group=self._group)
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """Write this rank's part; all ranks together."""
-        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
-        save(
-            mcore_to_pyt_state_dict(state, False),
-            storage_writer=FileSystemWriter(checkpoint_dir),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-            process_group=self._group,
-        )
+        """Write this rank's part, as Megatron-core asks for it; all ranks together."""
+        self.write(self.prepared(sharded_state_dict), checkpoint_dir)
+
+
+def tensors_of(state: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors of what was prepared, as they will be written, each once."""
+    planner = _planner()
+    planner.set_up_planner(state)
+    found = map(planner.resolve_data, planner.create_local_plan().items)
+    return [value for value in found if isinstance(value, torch.Tensor)]
+
+
+def _planner() -> MCoreSavePlanner:
+    return MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+
+
+def _unchanged(tensor: torch.Tensor) -> contextlib.AbstractContextManager[torch.Tensor]:
+    return contextlib.nullcontext(tensor.cpu())

@@ -247,8 +247,11 @@ class MegatronConfig(Config):
         None, unit="rollouts", help="rollouts between two checkpoints", least=1, may_change=True
     )
     async_save: bool = flag(
-        False, help="copy a checkpoint to host memory, and write it while training goes on", may_change=True
+        False,
+        help="write a checkpoint while the run goes on, where memory and disk have room; the launcher's default",
+        may_change=True,
     )
+    no_async_save: bool = flag(False, help="have the run wait until a checkpoint is written", may_change=True)
     no_save_optim: bool = flag(False, help="leave the optimizer's state out of checkpoints; they cannot be resumed")
     ckpt_format: str = flag(
         "torch_dist",
@@ -392,6 +395,8 @@ class MegatronConfig(Config):
             yield "--bf16 and --fp32 are two precisions; give one of them"
         if self.use_distributed_optimizer and self.no_use_distributed_optimizer:
             yield "--use-distributed-optimizer and --no-use-distributed-optimizer contradict each other; give one"
+        if self.async_save and self.no_async_save:
+            yield "--async-save and --no-async-save contradict each other; give one"
         if self.use_dynamic_batch_size != (self.max_tokens_per_gpu is not None):
             yield ("--use-dynamic-batch-size and --max-tokens-per-gpu, its limit, go together; give both or none")
         if self.save_interval is not None and self.save is None:

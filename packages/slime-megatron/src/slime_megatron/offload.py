@@ -52,7 +52,7 @@ class WaitingRoom:
                 total += -(-storage.nbytes() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         with self._room(total) as room:
             for storage, start, size in places:
-                room[start : start + size].copy_(_bytes_of(storage))
+                room[start : start + size].copy_(bytes_of(storage))
                 storage.resize_(0)
         self._places = places
         if self._is_cpu:
@@ -67,7 +67,7 @@ class WaitingRoom:
         with self._room(start + size) as room:
             for storage, start, size in places:
                 storage.resize_(size)
-                _bytes_of(storage).copy_(room[start : start + size])
+                bytes_of(storage).copy_(room[start : start + size])
 
     @contextlib.contextmanager
     def _room(self, size: int) -> Iterator[torch.Tensor]:
@@ -119,7 +119,8 @@ def _give_to_kernel() -> None:
         trim(0)
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A storage as bytes, in place."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -12,9 +12,10 @@ import torch
 from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError
 from slime_core.memory import Held, MemoryState
+from slime_megatron.background import Background
 from slime_megatron.checkpoint import OLD_ACTOR, CheckpointInfo, checkpoint_root, find_checkpoint
 from slime_megatron.checkpoint_io import load_checkpoint, load_weights
-from slime_megatron.checkpoint_writer import Background, save_checkpoint
+from slime_megatron.checkpoint_writer import save_checkpoint
 from slime_megatron.config import MegatronConfig
 from slime_megatron.device import Device
 from slime_megatron.errors import TrainingError
@@ -152,7 +153,7 @@ class TrainedModel:
     def save(self, iteration: int, background: Background | None = None) -> Path:
         """Write checkpoint ``iteration`` to this role's directory, and next to it the frozen weights that have changed.
 
-        With ``background``, the last of them is written there while training goes on.
+        With ``background``, its own is written there while the run goes on; nothing may be under way.
         """
         self.gather_weights()
         parts = (self.shape, self.model, self.optimizer, self.scheduler, iteration)
@@ -165,7 +166,7 @@ class TrainedModel:
             if held is not None and self.config.save:
                 only_weights = dataclasses.replace(self.config, save=f"{self.config.save}/{name}", no_save_optim=True)
                 with held.in_place(self.model):
-                    save_checkpoint(only_weights, *parts, background=background)
+                    save_checkpoint(only_weights, *parts)
         return save_checkpoint(self.config, *parts, background=background)
 
     def load(self, directory: str | Path) -> int:

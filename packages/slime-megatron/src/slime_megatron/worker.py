@@ -31,8 +31,8 @@ from slime_core.types import (
     TrainShard,
     WeightUpdate,
 )
+from slime_megatron.background import Background
 from slime_megatron.checkpoint import checkpoint_root, find_checkpoint, reference_source, teacher_source
-from slime_megatron.checkpoint_writer import Background
 from slime_megatron.config import MegatronConfig
 from slime_megatron.core_configs import argument_notices, check_arguments
 from slime_megatron.debugging import ShownSamples, profiled, write_train_data
@@ -96,6 +96,7 @@ class MegatronWorker:
         self._output_dir = Path(output_dir)
         self._spans: list[Span] = []
         self._sums: WeightSums | None = None
+        self._background: Background | None = None
         self._who = f"rank {rendezvous.rank}"
         self.algorithm = algorithm
         self.shape = shape
@@ -146,7 +147,8 @@ class MegatronWorker:
         self._export: WeightExport | None = None
         self._form = StoredForm(quantized_as) if quantized_as is not None and rendezvous.rank == 0 else None
         self._memory = MemoryState("the trainer")
-        self._background = Background(config.distributed_timeout_minutes) if config.async_save else None
+        if config.async_save:
+            self._background = Background(config.distributed_timeout_minutes)
         self.iteration: int | None = None
         # Last, because building a model draws from the random states that this restores.
         if resume_from is not None:
@@ -162,6 +164,7 @@ class MegatronWorker:
     def _turn_of(self, role: TrainedModel) -> None:
         """Have all of a role in device memory and, if roles take turns, nothing of the other."""
         if self._takes_turns:
+            self._release()
             for other in self.trained:
                 if other is not role:
                     other.sleep()
@@ -225,6 +228,8 @@ class MegatronWorker:
         timer = self._timer()
         reset_peak_memory(self._device)
         plans = self._planner(shard.temperature, timer).plan(shard)
+        if self.config.reset_optimizer_states:
+            self._release()
         if self.config.save_debug_train_data is not None:
             write_train_data(self.config.save_debug_train_data, shard, plans)
         steps, sums = [{"global_batch_size": float(plan.step.global_trajectories)} for plan in plans], None
@@ -332,9 +337,10 @@ class MegatronWorker:
         """
         self._check_holds("save")
         with self._timer().phase("save"):
+            self.saved(wait=True)
             for model in self.trained:
                 self._turn_of(model)
-                directory = model.save(iteration, self._background)
+                directory = model.save(iteration, self._background if model is self._actor else None)
         self.iteration = iteration
         return str(directory)
 
@@ -342,12 +348,18 @@ class MegatronWorker:
         """Whether the last checkpoint is complete; with ``wait``, once it is. All ranks call it together."""
         return self._background is None or self._background.finished(wait=wait)
 
+    def _release(self) -> None:
+        """Let weights and optimizer state change, of which a checkpoint may be under way."""
+        if self._background is not None:
+            self._background.release()
+
     def load(self, directory: str | Path) -> int:
         """Continue a checkpoint (or the newest in a directory of them) with its optimizer and random state.
 
         A critic continues the checkpoint of the same number in its own directory.
         """
         self._check_holds("load")
+        self._release()
         if self._critic is not None:
             root = self.config.critic_save or checkpoint_root(directory) / "critic"
             self._turn_of(self._critic)
@@ -367,6 +379,7 @@ class MegatronWorker:
             TrainingError: There is no room where it would wait.
         """
         with self._memory.sleeping(keep_weights):
+            self._release()
             if keep_weights:
                 self._turn_of(self._actor)
             for model in self.trained:
@@ -532,4 +545,5 @@ class MegatronWorker:
                 metrics = forward_backward(role.wrapped, plan, packed, loss, self.algorithm, head, see=see)
             with timer.phase(f"{prefix}optimizer"):
                 check_finite(metrics)
+                self._release()
                 return metrics | role.step()

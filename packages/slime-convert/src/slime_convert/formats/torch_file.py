@@ -233,6 +233,10 @@ class Archive:
     nbytes: int
     seal: Callable[[int], tuple[bytes, bytes]]
 
+    def around(self, data: memoryview) -> tuple[bytes, bytes]:
+        """The bytes before the tensor and those after it, from the tensor's own."""
+        return self.seal(crc32(data))
+
 
 def tensor_archive(dtype: str, shape: tuple[int, ...], nbytes: int) -> Archive:
     """The archive that ``torch.load`` reads as a tensor; ``dtype`` is torch's name of the element type."""
