@@ -86,15 +86,20 @@ def test_the_last_line_sums_all_environments() -> None:
 
 
 def test_words_after_two_dashes_go_to_pytest() -> None:
-    envs, pytest_args, factor = runner.parse(["launch", "core", "--", "-k", "kl"])
-    assert ([env.name for env in envs], pytest_args, factor) == (
-        ["core", "launch"],
-        ["-m", "not full", "-k", "kl"],
-        1.0,
-    )
-    envs, pytest_args, factor = runner.parse(["--full"])
-    assert (len(envs), pytest_args) == (7, [])
-    assert factor > 1
+    request = runner.parse(["launch", "core", "--", "-k", "kl"])
+    assert [env.name for env in request.envs] == ["core", "launch"]
+    assert (request.pytest_args, request.factor, request.changed) == (["-m", "not full", "-k", "kl"], 1.0, None)
+    request = runner.parse(["--full"])
+    assert (len(request.envs), request.pytest_args) == (7, [])
+    assert request.factor > 1
+
+
+def test_changed_compares_with_main_or_what_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert runner.parse(["--changed"]).changed == "main"
+    assert runner.parse(["--changed", "HEAD~1", "--", "-x"]).changed == "HEAD~1"
+    with pytest.raises(SystemExit):
+        runner.parse(["--changed", "main", "core"])
+    assert "--changed chooses the environments itself" in capsys.readouterr().err
 
 
 def test_an_unknown_environment_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
