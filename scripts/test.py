@@ -8,7 +8,8 @@
     scripts/test --changed HEAD~1   since another revision
     scripts/test --record           and write down which files run in child processes, for --changed
 
-The last line is `N passed, N failed`, with `, N skipped` when tests were skipped; above it stand the tests that failed.
+The last line is `N passed, N failed`, with `, N skipped` when tests were skipped; above it stand the tests that failed,
+and, by reason, how many were left out.
 Logs and JUnit files lie in outputs/test.
 """
 
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -76,6 +77,7 @@ class Result:
     Attributes:
         note: There when the counts do not tell the whole story.
         failures: A line for each test that failed: where it is, and what it said first.
+        left_out: The reason of each test that was skipped.
     """
 
     name: str
@@ -85,6 +87,7 @@ class Result:
     seconds: float
     note: str = ""
     failures: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 class Processes:
@@ -206,7 +209,20 @@ def count(name: str, report: Path, code: int, seconds: float, note: str = "") ->
         failed, note = 1, note or "no test ran"
     elif code != 0 and failed == 0:
         failed, note = 1, note or f"exit code {code}"
-    return Result(name, passed, failed, skipped, seconds, note, tuple(failed_tests(report)))
+    return Result(name, passed, failed, skipped, seconds, note, tuple(failed_tests(report)), tuple(reasons(report)))
+
+
+def reasons(report: Path) -> Iterator[str]:
+    """Why each skipped test of a JUnit file was skipped."""
+    for found in ElementTree.parse(report).getroot().iter("skipped"):
+        yield (found.get("message") or "no reason given").partition("\n")[0][:LINE_CHARACTERS]
+
+
+def left_out(results: Sequence[Result]) -> Iterator[str]:
+    """A line for each reason why tests were skipped, with how many; reasons say how to get what was missing."""
+    counts = Counter((result.name, reason) for result in results for reason in result.left_out)
+    for (name, reason), number in counts.items():
+        yield f"{name}: {number} {'test' if number == 1 else 'tests'} left out: {reason}"
 
 
 def failed_tests(report: Path) -> Iterator[str]:
@@ -414,6 +430,8 @@ def main(argv: Sequence[str]) -> int:
     for result in results:
         for line in result.failures:
             print(f"{result.name}: {line}", flush=True)
+    for line in left_out(results):
+        print(line, flush=True)
     print(last_line(results), flush=True)
     return int(any(r.failed for r in results) or not any(r.passed for r in results))
 
