@@ -77,7 +77,7 @@ def test_a_test_that_failed_is_named_with_the_first_line_of_what_it_said(tmp_pat
 def test_what_was_left_out_is_counted_by_its_reason(tmp_path: Path) -> None:
     report = tmp_path / "launch.xml"
     reason = "no Chromium with its driver: apt-get install chromium chromium-driver"
-    case = '<testcase classname="tests.test_browser" name="test_{}"><skipped type="pytest.skip" message="{}"/></testcase>'
+    case = '<testcase classname="test_browser" name="test_{}"><skipped type="pytest.skip" message="{}"/></testcase>'
     cases = [case.format(number, why) for number, why in enumerate([reason, reason, "outside the repository"])]
     report.write_text(f'<testsuites><testsuite tests="4" skipped="3">{"".join(cases)}</testsuite></testsuites>')
     result = runner.count("launch", report, 0, 1.0)
