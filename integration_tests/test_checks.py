@@ -101,7 +101,7 @@ def test_the_last_line_sums_all_environments() -> None:
 def test_words_after_two_dashes_go_to_pytest() -> None:
     request = runner.parse(["launch", "core", "--", "-k", "kl"])
     assert [env.name for env in request.envs] == ["core", "launch"]
-    assert (request.pytest_args, request.factor, request.changed) == (["-m", "not full", "-k", "kl"], 1.0, None)
+    assert (request.pytest_args, request.factor, request.changed) == ([*runner.MARKS, "-k", "kl"], 1.0, None)
     request = runner.parse(["--full"])
     assert (len(request.envs), request.pytest_args) == (7, [])
     assert request.factor > 1

@@ -39,6 +39,7 @@ FULL_FACTOR = 6.0
 LAST_WORDS_SECONDS = 15.0
 LINE_CHARACTERS = 300
 INSTALL_SECONDS = 600.0
+MARKS = ["-m", "not full", "--hypothesis-profile=few"]
 NO_TESTS = 5  # pytest's exit code
 
 
@@ -315,7 +316,7 @@ def parse(argv: Sequence[str]) -> Request:
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(env.name for env in ENVS)}")
     chosen = [env for env in ENVS if not args.environments or env.name in args.environments]
-    marks = [] if args.full else ["-m", "not full"]
+    marks = [] if args.full else MARKS
     factor = FULL_FACTOR if args.full else 1.0
     return Request(chosen, [*marks, *words[at + 1 :]], factor, args.changed, args.record)
 
