@@ -74,6 +74,19 @@ def test_a_test_that_failed_is_named_with_the_first_line_of_what_it_said(tmp_pat
     )
 
 
+def test_what_was_left_out_is_counted_by_its_reason(tmp_path: Path) -> None:
+    report = tmp_path / "launch.xml"
+    reason = "no Chromium with its driver: apt-get install chromium chromium-driver"
+    case = '<testcase classname="test_browser" name="test_{}"><skipped type="pytest.skip" message="{}"/></testcase>'
+    cases = [case.format(number, why) for number, why in enumerate([reason, reason, "outside the repository"])]
+    report.write_text(f'<testsuites><testsuite tests="4" skipped="3">{"".join(cases)}</testsuite></testsuites>')
+    result = runner.count("launch", report, 0, 1.0)
+    assert list(runner.left_out([result])) == [
+        f"launch: 2 tests left out: {reason}",
+        "launch: 1 test left out: outside the repository",
+    ]
+
+
 def test_lint_is_one_check(tmp_path: Path) -> None:
     good, bad = (runner.count("lint", tmp_path / "lint.xml", code, 1.0) for code in (0, 1))
     assert (good.passed, good.failed, bad.passed, bad.failed) == (1, 0, 0, 1)
@@ -86,15 +99,20 @@ def test_the_last_line_sums_all_environments() -> None:
 
 
 def test_words_after_two_dashes_go_to_pytest() -> None:
-    envs, pytest_args, factor = runner.parse(["launch", "core", "--", "-k", "kl"])
-    assert ([env.name for env in envs], pytest_args, factor) == (
-        ["core", "launch"],
-        ["-m", "not full", "-k", "kl"],
-        1.0,
-    )
-    envs, pytest_args, factor = runner.parse(["--full"])
-    assert (len(envs), pytest_args) == (7, [])
-    assert factor > 1
+    request = runner.parse(["launch", "core", "--", "-k", "kl"])
+    assert [env.name for env in request.envs] == ["core", "launch"]
+    assert (request.pytest_args, request.factor, request.changed) == ([*runner.MARKS, "-k", "kl"], 1.0, None)
+    request = runner.parse(["--full"])
+    assert (len(request.envs), request.pytest_args) == (7, [])
+    assert request.factor > 1
+
+
+def test_changed_compares_with_main_or_what_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert runner.parse(["--changed"]).changed == "main"
+    assert runner.parse(["--changed", "HEAD~1", "--", "-x"]).changed == "HEAD~1"
+    with pytest.raises(SystemExit):
+        runner.parse(["--changed", "main", "core"])
+    assert "--changed chooses the environments itself" in capsys.readouterr().err
 
 
 def test_an_unknown_environment_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,11 +37,15 @@ from launching import Assets, started, train_command, tree, wait_for, wait_until
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 STALL = 45.0  # the slowest part of a start takes less
+MOMENT_SECONDS = 240.0
 # From the strike until everything is gone: the stall is noticed, stacks are written, all parts are stopped.
 END_SECONDS = STALL + 200.0
 
-# Functions of the run. Each waits at its moment until the test has struck, so that the moment is not over by then.
+# Functions of the run. Each waits at its moment until the test has struck, so that the moment is not over by then. The
+# sample that waits while samples are generated has yet to ask the tool, the engine and the judge: whichever was struck
+# is asked afterwards, however far the others have come.
 HOOKS = """
+import asyncio
 import time
 from pathlib import Path
 import torch
@@ -52,26 +56,26 @@ from slime_rollout import current
 from slime_rollout.http import call
 
 WORK, PHASE, URLS = Path({work!r}), {phase!r}, {urls!r}
-scored = steps = 0
+begun = steps = 0
 
 def moment(phase):
     if PHASE != phase or (WORK / "fired").exists():
         return
     (WORK / "ready").touch()
-    end = time.monotonic() + 60
+    end = time.monotonic() + {seconds}
     while not (WORK / "fired").exists() and time.monotonic() < end:
         time.sleep(0.05)
 
 async def generate(args, sample, sampling_params):
+    global begun
+    begun += 1
+    if begun == 70:  # in the second rollout: weights have been sent, and the next ones wait for this sample
+        await asyncio.to_thread(moment, "generating")
     await post(URLS["tool"], {{"text": "1 + 1"}})
     [sample] = await generate_sample(sample, current().context)
     return sample
 
 def reward(args, sample):
-    global scored
-    scored += 1
-    if scored == 70:
-        moment("generating")
     return float(call("POST", URLS["judge"], {{"tokens": sample.response_tokens}})["score"])
 
 def advantages(inputs):
@@ -185,7 +189,7 @@ def run_struck(
     """Run until the moment comes; ``strike`` says whether it has struck. Then wait for the end of everything."""
     work.mkdir(parents=True)
     hooks = work / "hooks.py"
-    hooks.write_text(HOOKS.format(work=str(work), phase=phase, urls=urls))
+    hooks.write_text(HOOKS.format(work=str(work), phase=phase, urls=urls, seconds=MOMENT_SECONDS))
     flags = ["--stall-timeout", str(STALL), "--actor-num-gpus-per-node", "2", "--micro-batch-size", "32"]
     flags += ["--custom-generate-function-path", f"{hooks}:generate", "--custom-rm-path", f"{hooks}:reward"]
     flags += ["--custom-advantage-function-path", f"{hooks}:advantages", "--num-data-workers", "1"]

@@ -4,8 +4,12 @@
     scripts/test core launch        only these
     scripts/test --full             the tests marked `full` as well
     scripts/test core -- -k kl      with options for pytest
+    scripts/test --changed          only what reaches what changed since main, the nearest first
+    scripts/test --changed HEAD~1   since another revision
+    scripts/test --record           and write down which files run in child processes, for --changed
 
-The last line is `N passed, N failed`, with `, N skipped` when tests were skipped; above it stand the tests that failed.
+The last line is `N passed, N failed`, with `, N skipped` when tests were skipped; above it stand the tests that failed,
+and, by reason, how many were left out.
 Logs and JUnit files lie in outputs/test.
 """
 
@@ -15,12 +19,13 @@ import argparse
 import concurrent.futures
 import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -33,6 +38,9 @@ STAMP = ROOT / ".tox" / "built-from"
 FULL_FACTOR = 6.0
 LAST_WORDS_SECONDS = 15.0
 LINE_CHARACTERS = 300
+INSTALL_SECONDS = 600.0
+MARKS = ["-m", "not full", "--hypothesis-profile=few"]
+NO_TESTS = 5  # pytest's exit code
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,7 @@ class Result:
     Attributes:
         note: There when the counts do not tell the whole story.
         failures: A line for each test that failed: where it is, and what it said first.
+        left_out: The reason of each test that was skipped.
     """
 
     name: str
@@ -79,6 +88,7 @@ class Result:
     seconds: float
     note: str = ""
     failures: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 class Processes:
@@ -137,14 +147,26 @@ def _signal_group(process: subprocess.Popen[str], number: signal.Signals) -> Non
 
 
 def run_env(env: Env, pytest_args: Sequence[str], *, recreate: bool, factor: float, processes: Processes) -> Result:
-    """Run one environment to its end or its time limit, passing its output on line by line."""
+    """Run one environment to its end or its time limit."""
     report = LOGS / f"{env.name}.xml"
     report.unlink(missing_ok=True)
     command = ["tox", "run", "-e", env.name, *(["--recreate"] if recreate else []), "--", *pytest_args]
-    limit = env.minutes * 60 * factor
+    code, seconds, note = run(env.name, command, env.minutes * 60 * factor, processes)
+    return count(env.name, report, code, seconds, note)
+
+
+def run(name: str, command: Sequence[str], limit: float, processes: Processes) -> tuple[int, float, str]:
+    """Run a command, passing its output on line by line: its exit code, its seconds, and whether it came too late.
+
+    Args:
+        name: Of the log file, and in front of each line.
+        command: What to run.
+        limit: Seconds that it may take.
+        processes: Ends it with all others.
+    """
     late = threading.Event()
     started = time.monotonic()
-    with processes.start(command) as process, (LOGS / f"{env.name}.log").open("w", encoding="utf-8") as log:
+    with processes.start(command) as process, (LOGS / f"{name}.log").open("w", encoding="utf-8") as log:
 
         def give_up() -> None:
             late.set()
@@ -156,12 +178,12 @@ def run_env(env: Env, pytest_args: Sequence[str], *, recreate: bool, factor: flo
             assert process.stdout is not None
             for line in process.stdout:
                 log.write(line)
-                print(f"{env.name:>11} | {line.rstrip()}", flush=True)
+                print(f"{name:>11} | {line.rstrip()}", flush=True)
             code = process.wait()
         finally:
             timer.cancel()
     note = f"stopped after {limit / 60:.0f} minutes" if late.is_set() else ""
-    return count(env.name, report, code, time.monotonic() - started, note)
+    return code, time.monotonic() - started, note
 
 
 def count(name: str, report: Path, code: int, seconds: float, note: str = "") -> Result:
@@ -188,7 +210,20 @@ def count(name: str, report: Path, code: int, seconds: float, note: str = "") ->
         failed, note = 1, note or "no test ran"
     elif code != 0 and failed == 0:
         failed, note = 1, note or f"exit code {code}"
-    return Result(name, passed, failed, skipped, seconds, note, tuple(failed_tests(report)))
+    return Result(name, passed, failed, skipped, seconds, note, tuple(failed_tests(report)), tuple(reasons(report)))
+
+
+def reasons(report: Path) -> Iterator[str]:
+    """Why each skipped test of a JUnit file was skipped."""
+    for found in ElementTree.parse(report).getroot().iter("skipped"):
+        yield (found.get("message") or "no reason given").partition("\n")[0][:LINE_CHARACTERS]
+
+
+def left_out(results: Sequence[Result]) -> Iterator[str]:
+    """A line for each reason why tests were skipped, with how many; reasons say how to get what was missing."""
+    counts = Counter((result.name, reason) for result in results for reason in result.left_out)
+    for (name, reason), number in counts.items():
+        yield f"{name}: {number} {'test' if number == 1 else 'tests'} left out: {reason}"
 
 
 def failed_tests(report: Path) -> Iterator[str]:
@@ -235,8 +270,34 @@ def stale(env: Env) -> bool:
     return not stamp.exists() or stamp.read_text() != settings_digest()
 
 
-def parse(argv: Sequence[str]) -> tuple[list[Env], list[str], float]:
-    """The environments to run, pytest's options and the factor on time limits."""
+def stamp(env: Env) -> None:
+    """Note that an environment was built from today's settings."""
+    if (ROOT / ".tox" / env.name / "bin").exists():
+        STAMP.mkdir(parents=True, exist_ok=True)
+        (STAMP / env.name).write_text(settings_digest())
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for.
+
+    Attributes:
+        envs: The environments to run.
+        pytest_args: Options for pytest.
+        factor: On time limits.
+        changed: Revision with which to compare; all tests run without one.
+        record: Whether to write down which files run in child processes.
+    """
+
+    envs: list[Env]
+    pytest_args: list[str]
+    factor: float = 1.0
+    changed: str | None = None
+    record: bool = False
+
+
+def parse(argv: Sequence[str]) -> Request:
+    """Read the command line."""
     words = list(argv)
     at = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(
@@ -244,24 +305,28 @@ def parse(argv: Sequence[str]) -> tuple[list[Env], list[str], float]:
     )
     parser.add_argument("environments", nargs="*", metavar="ENV", help=", ".join(env.name for env in ENVS))
     parser.add_argument("--full", action="store_true", help="run the tests marked `full`, too")
+    parser.add_argument(
+        "--changed", nargs="?", const="main", metavar="REV", help="run what a change reaches, nearest first"
+    )
+    parser.add_argument("--record", action="store_true", help="record what runs in child processes, for --changed")
     args = parser.parse_args(words[:at])
+    if args.changed and args.environments:
+        parser.error("--changed chooses the environments itself")
     unknown = sorted(set(args.environments) - {env.name for env in ENVS})
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(env.name for env in ENVS)}")
     chosen = [env for env in ENVS if not args.environments or env.name in args.environments]
-    marks = [] if args.full else ["-m", "not full"]
-    return chosen, [*marks, *words[at + 1 :]], FULL_FACTOR if args.full else 1.0
+    marks = [] if args.full else MARKS
+    factor = FULL_FACTOR if args.full else 1.0
+    return Request(chosen, [*marks, *words[at + 1 :]], factor, args.changed, args.record)
 
 
 def run_all(envs: Sequence[Env], pytest_args: Sequence[str], factor: float, processes: Processes) -> list[Result]:
     """Run them in two lanes: those that start servers, which wait a good part of their time, and the others."""
 
     def one(env: Env) -> Result:
-        recreate = stale(env)
-        result = run_env(env, pytest_args, recreate=recreate, factor=factor, processes=processes)
-        if (ROOT / ".tox" / env.name / "bin").exists():
-            STAMP.mkdir(parents=True, exist_ok=True)
-            (STAMP / env.name).write_text(settings_digest())
+        result = run_env(env, pytest_args, recreate=stale(env), factor=factor, processes=processes)
+        stamp(env)
         return result
 
     results, queue = [], sorted(envs, key=lambda env: -env.minutes)
@@ -287,9 +352,66 @@ def _take(*queues: deque[Env]) -> Env | None:
     return None
 
 
+def run_changed(request: Request, processes: Processes) -> list[Result]:
+    """Run what reaches the change, one step after the other, and say how each ended as soon as it has."""
+    from changed import plan  # needs grimp, which nothing else here does
+
+    steps, lines = plan(str(request.changed), request.pytest_args)
+    print("\n".join(lines), flush=True)
+    envs, results, started = {env.name: env for env in ENVS}, [], time.monotonic()
+    ready: set[str] = set()
+    for step in steps:
+        env = envs[step.environment]
+        if env.name not in ready:
+            ready.add(env.name)
+            prepare(env, processes)
+        report = LOGS / f"{step.name}.xml"
+        report.unlink(missing_ok=True)
+        junit = [f"--junitxml={report}"] if step.tests else []
+        command = ["tox", "exec", "-q", "-e", env.name, "--", *step.command, *junit]
+        code, seconds, note = run(step.name, command, env.minutes * 60 * request.factor, processes)
+        if step.tests and code == NO_TESTS:
+            results.append(Result(step.name, 0, 0, 0, seconds, "all of them are left out by -m or -k"))
+        elif step.tests:
+            results.append(count(step.name, report, code, seconds, note))
+        else:
+            results.append(Result(step.name, int(code == 0), int(code != 0), 0, seconds, note))
+        after = time.monotonic() - started
+        print(f"{step.name}: {last_line(results[-1:])}, {after:.0f} s after the start", flush=True)
+    return results
+
+
+def run_recorded(request: Request, processes: Processes) -> list[Result]:
+    """Run, and write down for `--changed` which files run in the child processes of each test file."""
+    import recording  # needs coverage
+
+    for env in request.envs:
+        prepare(env, processes)
+    environments = [ROOT / ".tox" / env.name for env in request.envs] + [ROOT / ".venv-engine"]
+    for python in (environment / "bin" / "python" for environment in environments):
+        if python.exists():
+            install = ["uv", "pip", "install", "--quiet", "--python", str(python), recording.COVERAGE]
+            run("coverage", install, INSTALL_SECONDS, processes)
+    shutil.rmtree(folder := LOGS / "coverage", ignore_errors=True)
+    folder.mkdir()
+    os.environ |= recording.settings(folder, ROOT)
+    results = run_all(request.envs, request.pytest_args, request.factor, processes)
+    recording.save(recording.collect(folder, ROOT), LOGS / "children.json")
+    return results
+
+
+def prepare(env: Env, processes: Processes) -> None:
+    """Build an environment that is missing or was built from other settings."""
+    if env.engine:
+        build_engine(processes)
+    if stale(env):
+        run(env.name, ["tox", "run", "--notest", "--recreate", "-e", env.name], env.minutes * 60, processes)
+        stamp(env)
+
+
 def main(argv: Sequence[str]) -> int:
     """Run what was asked for; returns the exit code."""
-    envs, pytest_args, factor = parse(argv)
+    request = parse(argv)
     LOGS.mkdir(parents=True, exist_ok=True)
     processes = Processes()
 
@@ -299,11 +421,18 @@ def main(argv: Sequence[str]) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
-    results = run_all(envs, pytest_args, factor, processes)
+    if request.changed:
+        results = run_changed(request, processes)
+    elif request.record:
+        results = run_recorded(request, processes)
+    else:
+        results = run_all(request.envs, request.pytest_args, request.factor, processes)
     print("\n" + table(results), flush=True)
     for result in results:
         for line in result.failures:
             print(f"{result.name}: {line}", flush=True)
+    for line in left_out(results):
+        print(line, flush=True)
     print(last_line(results), flush=True)
     return int(any(r.failed for r in results) or not any(r.passed for r in results))
 
