@@ -112,7 +112,8 @@ def test_a_transformers_that_lacks_something_is_not_blamed_on_the_model(tokenize
     def missing(path, **how):
         raise ImportError("no protobuf")
 
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", missing)
+    for name in ("AutoTokenizer", "PreTrainedTokenizerFast"):
+        monkeypatch.setattr(f"transformers.{name}.from_pretrained", missing)
     with pytest.raises(ConfigError, match=r"transformers in .* is incomplete: no protobuf"):
         load_tokenizer(tokenizer_dir)
 
