@@ -8,6 +8,7 @@ import functools
 import logging
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -22,11 +23,22 @@ from slime_launch.config import ClusterConfig
 from slime_launch.errors import PlacementError, RayDiedError, Stopped
 from slime_launch.placement import KEEP_CHILDREN, plan_layout
 from slime_launch.processes import stopped_below
+from slime_rollout.engine.addresses import LOOPBACK, free_port
 from slime_rollout.supervise.reaper import descendants, is_alive
 
 MAX_TEMP_DIR = 40  # Ray makes Unix sockets below it, and their paths may have 107 bytes
 ESSENTIAL = ("gcs_server", "raylet")
 SERVICES = ("start_monitor", "start_log_monitor", "start_api_server")
+AGENTS = {
+    "--dashboard_agent_command": (
+        "METRICS_AGENT_PORT_NAME",
+        "METRICS_EXPORT_PORT_NAME",
+        "DASHBOARD_AGENT_LISTEN_PORT_NAME",
+    ),
+    "--runtime_env_agent_command": ("RUNTIME_ENV_AGENT_PORT_NAME",),
+}
+"""The raylet's flags of its agents, and the names of the ports that they write down."""
+OWN_PORT = "--runtime-env-agent-port"
 KNOCK_SECONDS = 10.0
 TEMP_PREFIX = "slime-ray-"
 COUNT_GPUS = (
@@ -142,18 +154,48 @@ def _without_services() -> Iterator[None]:
     """Start a Ray of this process's own without what only serves a cluster, for the length of the block.
 
     That is the autoscaler's monitor, the collector of logs, and the API server, which Ray starts even where it has no
-    dashboard: three Python processes. A Ray whose node has no such methods starts all that it has.
+    dashboard, and the agent of metrics: four Python processes. A Ray that has no such methods starts all of it.
     """
+    from ray._private import services
     from ray._private.node import Node
 
     kept = {name: getattr(Node, name) for name in SERVICES if hasattr(Node, name)}
+    start = services.start_ray_process
+
+    def start_without_agents(command: list[str], *args: Any, **kwargs: Any) -> Any:
+        return start([_agent(word) for word in command], *args, **kwargs)
+
     for name in kept:
         setattr(Node, name, lambda self, *_args, **_kwargs: None)
+    services.start_ray_process = start_without_agents
     try:
         yield
     finally:
+        services.start_ray_process = start
         for name, method in kept.items():
             setattr(Node, name, method)
+
+
+def _agent(word: str) -> str:
+    """A flag of the raylet, which waits until each of its agents has written its ports down, and ends where one does.
+
+    The agent of metrics and jobs becomes a process that sleeps: -1 is not in use, as Ray's own minimal agent writes it.
+    The one that sets up environments gets its port now, so that nobody waits for it, and works when nobody else does.
+    """
+    flag, _, command = word.partition("=")
+    if flag not in AGENTS or not command:
+        return word
+    import ray._raylet as names
+
+    given = dict(part.split("=", 1) for part in shlex.split(command) if part.startswith("--") and "=" in part)
+    ports = [getattr(names, name, None) for name in AGENTS[flag]]
+    if None in ports or not {"--session-dir", "--node-id"} <= given.keys():
+        return word
+    own = f"{OWN_PORT}={given.get(OWN_PORT)}"
+    port = free_port(LOOPBACK) if own in command else -1
+    for name in ports:
+        names.persist_port(given["--session-dir"], given["--node-id"], name, port)
+    return f"{flag}=sleep infinity" if port < 0 else f"{flag}=nice -n 19 {command.replace(own, f'{OWN_PORT}={port}')}"
 
 
 def _knock(address: str) -> None:
