@@ -67,6 +67,12 @@ class Part:
     def where(self) -> tuple[str, str]:
         return str(Path.cwd()), sys.path[0]
 
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    def priority(self) -> int:
+        return os.getpriority(os.PRIO_PROCESS, 0)
+
     def threads(self) -> str | None:
         return os.environ.get("OMP_NUM_THREADS")
 
@@ -85,6 +91,28 @@ def part(group, tmp_path):
     worker = Worker("part 0", ray.remote(Part).options(num_cpus=0).remote(str(path)), path, Watch())
     yield worker
     worker.kill()
+
+
+def test_only_what_a_run_needs_is_started(group):
+    """No monitor, collector of logs, API server or agent of metrics; an agent that sets environments up is there."""
+    words = [" ".join(one.cmdline()) for one in psutil.Process().children(recursive=True)]
+    assert [
+        name for name in ("gcs_server", "raylet", "sleep infinity") if not any(name in line for line in words)
+    ] == []
+    unwanted = ("monitor.py", "log_monitor", "dashboard", "DashboardAgent")
+    assert [line for line in words if any(name in line.partition(" --")[0] for name in unwanted)] == []
+
+
+def test_an_actor_gets_variables_and_the_priority_of_the_run(part, tmp_path):
+    import ray
+
+    path = tmp_path / "other.log"
+    there = ray.remote(Part).options(num_cpus=0, runtime_env={"env_vars": {"OTHER": "7"}}).remote(str(path))
+    other = Worker("part 1", there, path, Watch())
+    assert other.call("variable", "OTHER") == "7"
+    assert part.call("variable", "OTHER") is None
+    assert part.call("priority") == os.getpriority(os.PRIO_PROCESS, 0)
+    other.kill()
 
 
 def test_bundles_are_on_this_node(group):

@@ -188,13 +188,13 @@ def _agent(word: str) -> str:
     import ray._raylet as names
 
     given = dict(part.split("=", 1) for part in shlex.split(command) if part.startswith("--") and "=" in part)
-    ports = [getattr(names, name, None) for name in AGENTS[flag]]
-    if None in ports or not {"--session-dir", "--node-id"} <= given.keys():
+    ports, persist = [getattr(names, name, None) for name in AGENTS[flag]], getattr(names, "persist_port", None)
+    if None in ports or persist is None or not {"--session-dir", "--node-id"} <= given.keys():
         return word
     own = f"{OWN_PORT}={given.get(OWN_PORT)}"
     port = free_port(LOOPBACK) if own in command else -1
     for name in ports:
-        names.persist_port(given["--session-dir"], given["--node-id"], name, port)
+        persist(given["--session-dir"], given["--node-id"], name, port)
     return f"{flag}=sleep infinity" if port < 0 else f"{flag}=nice -n 19 {command.replace(own, f'{OWN_PORT}={port}')}"
 
 
@@ -224,6 +224,8 @@ def keep_to_this_user() -> None:
 def _embedded_options(cluster: ClusterConfig, directory: Path) -> dict[str, Any]:
     keep_to_this_user()
     os.environ.update(KEEP_CHILDREN)
+    # Ray's default, 15, leaves ranks and engines hardly any time beside whatever else the machine does.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     bundles = len(plan_layout(cluster, cuda=False).bundles)
     return {
         "num_cpus": max(bundles, os.cpu_count() or 1),
