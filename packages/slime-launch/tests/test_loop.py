@@ -115,7 +115,9 @@ def outcome(home: Path) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("in_background", [False, True], ids=["no async save", "save"])
+@pytest.mark.parametrize(
+    "in_background", [pytest.param(False, marks=pytest.mark.full), True], ids=["no async save", "save"]
+)
 def test_killed_anywhere_it_ends_the_same(clock, flags, launch, tmp_path, monkeypatch, in_background):
     monkeypatch.setattr(Trainers, "in_background", in_background)
     if not in_background:

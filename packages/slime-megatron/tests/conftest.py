@@ -1,10 +1,14 @@
 """Fixtures: trainer ranks in processes that are reused, tiny models, samples."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import random
+import select
+import signal
 import socket
+import struct
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -37,15 +41,67 @@ class RankError(Exception):
         self.text = text
 
 
-class RankProcess:
+class Forked:
+    """A process that another one forked, with what is used here of subprocess.Popen."""
+
+    def __init__(self, pid):
+        self.pid = pid
+        self._descriptor = os.pidfd_open(pid)
+
+    def wait(self, seconds=None):
+        if not select.select([self._descriptor], [], [], seconds)[0]:
+            raise subprocess.TimeoutExpired(f"rank {self.pid}", seconds)
+
+    def send_signal(self, number):
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, number)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+
+class Template:
+    """The process that ranks are forked from, so that they need not import torch and Megatron one by one."""
+
     def __init__(self):
-        self.connection, theirs = Pipe()
-        program = Path(__file__).with_name("rank_program.py")
-        self.process = subprocess.Popen(
+        self._requests, theirs = socket.socketpair()
+        program = Path(__file__).with_name("rank_template.py")
+        self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", str(program), str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
+        theirs.close()
+
+    def fork(self, pipe):
+        socket.send_fds(self._requests, [b"x"], [pipe.fileno()])
+        answer = self._requests.recv(4, socket.MSG_WAITALL)
+        if len(answer) < 4:
+            raise RuntimeError("the process that forks ranks ended")
+        return Forked(struct.unpack("i", answer)[0])
+
+    def stop(self):
+        self._requests.close()
+        self._process.kill()  # it holds nothing
+        self._process.wait()
+
+
+TEMPLATES = {}
+"""With and without the stand-ins for Transformer Engine, which must be there before Megatron is imported."""
+
+
+def pytest_sessionfinish():
+    for template in TEMPLATES.values():
+        template.stop()
+
+
+class RankProcess:
+    def __init__(self):
+        kind = os.environ.get("ENGINE_STAND_IN")
+        if kind not in TEMPLATES:
+            TEMPLATES[kind] = Template()
+        self.connection, theirs = Pipe()
+        self.process = TEMPLATES[kind].fork(theirs)
         theirs.close()
 
     def stop(self):

@@ -1,6 +1,6 @@
 """A trainer rank in a process of its own, for tests: takes commands from a pipe, holds one worker at a time.
 
-Run as ``python rank_program.py FD``. A command is ``(name, args, kwargs)``; the answer is ``("ok", value)`` or
+rank_template.py starts it. A command is ``(name, args, kwargs)``; the answer is ``("ok", value)`` or
 ``("error", type, text)``.
 """
 
@@ -15,11 +15,10 @@ import signal
 import sys
 import threading
 import traceback
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from rank_checkpoints import Checkpoints
-from rank_engine import EngineLayers, pretend_engine
+from rank_engine import EngineLayers
 from rank_gradients import whole_gradient
 from rank_host import HostOptimizer
 from rank_weights import WeightChecks
@@ -142,7 +141,6 @@ class Rank(Checkpoints, EngineLayers, HostOptimizer, WeightChecks):
         return {name: next(getattr(one, name) for one in configs if hasattr(one, name)) for name in names}
 
     def is_deterministic(self):
-        import os
 
         import torch
 
@@ -572,12 +570,10 @@ def _status(field):
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
-def main():
+def serve(connection):
+    """Answer commands until the pipe is closed."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    connection = Connection(int(sys.argv[1]))
     rank = Rank()
-    if os.environ.get("ENGINE_STAND_IN"):
-        pretend_engine()
     while True:
         try:
             name, args, kwargs = connection.recv()
@@ -590,7 +586,3 @@ def main():
             traceback.print_exc()
             answer = ("error", type(error).__name__, str(error))
         connection.send(answer)
-
-
-if __name__ == "__main__":
-    main()
