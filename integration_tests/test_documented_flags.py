@@ -34,7 +34,17 @@ OTHERS = {
     | {"--sglang-speculative-" + name for name in ("algorithm", "eagle-topk", "num-draft-tokens", "num-steps")},
     "Megatron": {f"--{name.replace('_', '-')}" for name in core_fields()},
     "slime-launch": {"--help", "--help-megatron", "--help-router", "--help-sglang", "--toml"},
-    "scripts": {"--changed", "--device", "--dry-run", "--full", "--list", "--quick", "--record", "--save-baseline", "--steps"},
+    "scripts": {
+        "--changed",
+        "--device",
+        "--dry-run",
+        "--full",
+        "--list",
+        "--quick",
+        "--record",
+        "--save-baseline",
+        "--steps",
+    },
     "TensorBoard, uv, Ray": {"--address", "--generate", "--head", "--logdir", "--node-ip-address", "--python"}
     | {"--find-links", "--ray-address"},
     "Slurm": {"--exclusive", "--gpus-per-node", "--ip-address", "--nodes", "--time"},

@@ -78,6 +78,8 @@ class AloneAtWork:
     _packed = worker.MegatronWorker._packed
     _train = worker.MegatronWorker._train
     _turn_of = worker.MegatronWorker._turn_of
+    _release = worker.MegatronWorker._release
+    _background = None
     _takes_turns = False
 
     def __init__(self, algorithm, loss):
@@ -86,6 +88,7 @@ class AloneAtWork:
             save_debug_train_data=None,
             num_critic_only_steps=0,
             ref_update_interval=None,
+            reset_optimizer_states=False,
             bf16=True,
         )
         self.algorithm, self._loss = algorithm, loss

@@ -280,7 +280,7 @@ assert tokenizer.model_max_length == other.model_max_length
 
 @pytest.mark.parametrize("name", ["TokenizersBackend", "PreTrainedTokenizerFast"])
 def test_a_plain_tokenizer_is_what_transformers_chooses_without_torch(name, tokenizer_dir, tmp_path):
-    for file in tokenizer_dir.iterdir():
+    for file in Path(tokenizer_dir).iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     path = tmp_path / "tokenizer_config.json"
     config = json.loads(path.read_bytes()) if path.exists() else {}
