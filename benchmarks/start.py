@@ -2,8 +2,8 @@
 
 The other commit is cloned from this repository and gets environments of its own; the model and the data are the quick
 start's. Phases are those of the benchmark `launcher`. `engine` is one engine alone, from its start until it is ready.
-`share` is today's time over the other's in the same round. All are medians of the rounds, of which the first, with
-cold caches, is not counted.
+`share` is today's time over the other's in the same round. All are medians of the rounds. The first
+round has cold caches and is not counted.
 """
 
 from __future__ import annotations

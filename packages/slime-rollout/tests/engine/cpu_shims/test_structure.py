@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from slime_rollout.engine.sglang_flags import CPU_SHIMS
 
 CODE = """
@@ -43,10 +45,11 @@ def test_it_is_what_transformers_finds_and_is_kept(tmp_path):
     assert file.stat().st_mtime_ns == written
 
 
-def test_a_torn_file_is_read_anew(tmp_path):
+@pytest.mark.parametrize("content", [b"", b"[[", b"null", b"[1]", b'[["a", 1]]'])
+def test_a_file_that_is_not_ours_is_read_anew(content, tmp_path):
     run(tmp_path)
     (file,) = (tmp_path / "slime").iterdir()
-    file.write_bytes(file.read_bytes()[:100])
+    file.write_bytes(content)
     run(tmp_path)
     assert json.loads(file.read_bytes())
 

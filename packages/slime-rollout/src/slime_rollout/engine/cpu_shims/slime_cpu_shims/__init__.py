@@ -1,7 +1,7 @@
 """Lets SGLang 0.5 run on a CPU without CUDA's packages, and start quickly: nothing of SGLang is edited or copied.
 
 ``stand_ins`` has modules for packages that SGLang imports but never calls on a CPU; ``left_out`` those of features that
-an engine does not have here, which are half of what it imports; ``structure`` remembers what transformers reads in
+an engine does not have here, which are a quarter of what it imports; ``structure`` remembers what transformers reads in
 each of its files whenever it is imported.
 
 ``plugin`` registers ``sampling``, ``attention``, ``experts``, ``prefill`` and ``tokenizers`` through SGLang's own

@@ -1,4 +1,4 @@
-"""Modules of features that an engine on a CPU does not have here. Importing them is half of what a start takes.
+"""Modules of features that an engine on a CPU does not have here. They are a quarter of what it imports.
 
 They come in by a chain of imports; nothing of them is called. A module is left out only from the release that this was
 tested with, and where it is there; else it is imported as it is. What is called after all says how to have it.

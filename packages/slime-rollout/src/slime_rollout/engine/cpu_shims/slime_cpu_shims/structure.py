@@ -52,8 +52,10 @@ def _remember(module):
 def _stored(path, read):
     """What is in the cache, or else what ``read`` finds, which is kept; in a form for JSON."""
     file = _file(path)
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads(file.read_bytes())
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # also JSON of something else
+        stored = json.loads(file.read_bytes())
+        _decode(stored)
+        return stored
     found = _encode(read(str(path)))
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
