@@ -29,7 +29,10 @@ LONG = 40  # rollouts: Ray notices a lost node after seconds
 HEALING = ["--use-fault-tolerance", "--rollout-health-check-interval", "2", "--rollout-health-check-timeout", "5"]
 
 
-def test_ranks_and_engines_are_on_nodes_of_their_own_and_an_engines_node_is_lost(qwen3: Assets, tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["dies", pytest.param("is cut off", marks=pytest.mark.full)])
+def test_ranks_and_engines_are_on_nodes_of_their_own_and_an_engines_node_is_lost(
+    end: str, qwen3: Assets, tmp_path: Path
+) -> None:
     """Nothing of the run but its launcher is on the first node. A node's default route leads to no other node."""
     sizes = ["--actor-num-nodes", "2", "--micro-batch-size", "32", "--rollout-num-gpus", "2"]
     same = ["--keep-old-actor", "--get-mismatch-metrics"]
@@ -46,9 +49,9 @@ def test_ranks_and_engines_are_on_nodes_of_their_own_and_an_engines_node_is_lost
                 assert not list(wider(machine))
             with_engine = [machine for machine in cluster.all if machine.running("sglang.launch_server")]
             [lost] = [machine for machine in with_engine if not machine.running("RolloutHost")]
-            lost.cut_off()
+            lost.cut_off() if end == "is cut off" else lost.lose()
             until.happened("engine 1", "no_room")
-            until.trained(3)
+            until.trained(1)
             joined = cluster.add(cpus=1)
             until.happened("engine 1", "registered")
             assert joined.running("sglang")

@@ -14,7 +14,6 @@ from slime_convert.quantize import Fp8Format, Int4Format
 from slime_core.errors import ConfigError
 from slime_launch import validate
 from slime_launch.flags import parse_train
-from slime_launch.run import limit_threads
 from slime_launch.validate import (
     check_quantized,
     check_settings,
@@ -22,6 +21,7 @@ from slime_launch.validate import (
     check_whole_engines,
     engine_dtype,
     global_batch_size,
+    limit_threads,
     notices,
     num_engines,
     num_spare_engines,

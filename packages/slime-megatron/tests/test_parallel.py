@@ -14,14 +14,14 @@ WITHOUT_KL = AlgorithmConfig()
 
 
 def is_shown(name, layout):
-    """In the normal run: every layout, of a model with experts and latent attention if it has to do with them; and two
-    layouts of every family. Of those that only divide a step otherwise, the one with experts on two ranks."""
+    """In the normal run: every layout, of a model with experts and latent attention if it has to do with them; and one
+    layout of every family. Of those that only divide a step otherwise, the one with experts on two ranks."""
     if layout == "pp2+vpp2, dp2+dist-opt+overlap" or ("dynamic" in layout and layout != "dynamic micro-batches, ep2"):
         return False
     if layout in ("uneven ranks, dp2", "uneven ranks, pp2+vpp2, dp2"):
         return False
     with_experts = "ep2" in layout or "experts" in layout or layout in ("cp2", "dp2+dist-opt", "fused activations")
-    return name == ("deepseek/4" if with_experts else "qwen3/4") or layout in ("tp2+sp", "pp2+vpp2")
+    return name == ("deepseek/4" if with_experts else "qwen3/4") or layout == "tp2+sp"
 
 
 IN_BF16 = ("tp2+sp", "pp2+vpp2", "cp2", "dp2+dist-opt", "ep2", "shared prompts")

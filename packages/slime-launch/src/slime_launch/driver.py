@@ -7,6 +7,7 @@ import pickle
 import sys
 from pathlib import Path
 
+from slime_core.importing import without_collections
 from slime_launch.calls import Watch
 
 
@@ -14,7 +15,8 @@ def main() -> int:
     """Listen to signals before anything that takes time, then run what the command's own process has checked."""
     watch = Watch()
     watch.listen(at_once=True)
-    from slime_launch.run import run
+    with without_collections():
+        from slime_launch.run import run
 
     with Path(sys.argv[1]).open("rb") as file:
         checked = pickle.load(file)  # noqa: S301  # of this process's parent

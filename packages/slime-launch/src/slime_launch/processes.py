@@ -156,9 +156,10 @@ def is_stopped(pid: int) -> bool:
 
 def _command(pid: int) -> str:
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8").split("\0")
+        text = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8").rstrip("\0 ")
     except OSError:
         return "a process"
+    words = text.split("\0" if "\0" in text else None) or [""]  # a process that was given a name has no words
     name = Path(words[0]).name
     text = " ".join([name, *words[1:3]]) if name.startswith("python") else name
     return text.partition("\n")[0][:COMMAND_LENGTH]

@@ -38,6 +38,7 @@ AGENTS = {
     "--runtime_env_agent_command": ("RUNTIME_ENV_AGENT_PORT_NAME",),
 }
 """The raylet's flags of its agents, and the names of the ports that they write down."""
+AGENT_WAITS = 8  # seconds, in which the parts of a run start that need no environment of their own
 OWN_PORT = "--runtime-env-agent-port"
 KNOCK_SECONDS = 10.0
 TEMP_PREFIX = "slime-ray-"
@@ -78,7 +79,7 @@ def ray_runtime(cluster: ClusterConfig, *, address: str | None) -> Iterator[RayR
             if _cluster_token():
                 os.environ.setdefault("RAY_AUTH_MODE", "token")
             options = {"address": address}
-        ray = _start(options)
+        ray = _start(options, agent_waits=0 if cluster.train_environment else AGENT_WAITS)
         stack.callback(ray.shutdown)
         processes = _own_processes() if address is None else {}
         yield RayRuntime(cuda=ray.cluster_resources().get("GPU", 0) > 0, processes=processes)
@@ -124,13 +125,13 @@ def _own_processes() -> dict[int, str]:
     return {pid: name for pid, name in names.items() if name in ESSENTIAL}
 
 
-def _start(options: dict[str, Any]) -> Any:
-    """Initialise Ray; gives its module."""
+def _start(options: dict[str, Any], *, agent_waits: int) -> Any:
+    """Initialise Ray; gives its module. ``agent_waits`` is of :func:`_agent`."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray  # reads its settings from the environment, once
 
-    alone = contextlib.nullcontext() if "address" in options else _without_services()
+    alone = contextlib.nullcontext() if "address" in options else _without_services(agent_waits)
     try:
         _knock(options.get("address", ""))
         with alone:
@@ -150,7 +151,7 @@ def _start(options: dict[str, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _without_services() -> Iterator[None]:
+def _without_services(agent_waits: int) -> Iterator[None]:
     """Start a Ray of this process's own without what only serves a cluster, for the length of the block.
 
     That is the autoscaler's monitor, the collector of logs, and the API server, which Ray starts even where it has no
@@ -163,7 +164,7 @@ def _without_services() -> Iterator[None]:
     start = services.start_ray_process
 
     def start_without_agents(command: list[str], *args: Any, **kwargs: Any) -> Any:
-        return start([_agent(word) for word in command], *args, **kwargs)
+        return start([_agent(word, agent_waits) for word in command], *args, **kwargs)
 
     for name in kept:
         setattr(Node, name, lambda self, *_args, **_kwargs: None)
@@ -176,11 +177,12 @@ def _without_services() -> Iterator[None]:
             setattr(Node, name, method)
 
 
-def _agent(word: str) -> str:
+def _agent(word: str, waits: int) -> str:
     """A flag of the raylet, which waits until each of its agents has written its ports down, and ends where one does.
 
     The agent of metrics and jobs becomes a process that sleeps: -1 is not in use, as Ray's own minimal agent writes it.
-    The one that sets up environments gets its port now, so that nobody waits for it, and works when nobody else does.
+    The one that sets up environments gets its port now, so that nobody waits for it. It starts after ``waits`` seconds,
+    and works when nobody else does.
     """
     flag, _, command = word.partition("=")
     if flag not in AGENTS or not command:
@@ -195,7 +197,10 @@ def _agent(word: str) -> str:
     port = free_port(LOOPBACK) if own in command else -1
     for name in ports:
         persist(given["--session-dir"], given["--node-id"], name, port)
-    return f"{flag}=sleep infinity" if port < 0 else f"{flag}=nice -n 19 {command.replace(own, f'{OWN_PORT}={port}')}"
+    if port < 0:
+        return f"{flag}=sleep infinity"
+    later = f"sleep {waits}; exec nice -n 19 {command.replace(own, f'{OWN_PORT}={port}')}"
+    return f"{flag}=sh -c {shlex.quote(later)}"
 
 
 def _knock(address: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_core.errors import SlimeError
+from slime_core.importing import without_collections
 from slime_core.types import EvalReport, Span
 from slime_launch.calls import Call, Question, Watch, Worker, prepare
 from slime_launch.engine_nodes import EngineRoom, NodeLauncher
@@ -39,7 +40,8 @@ class RolloutHost:
         prepare(directory, log_path, threads=1)
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in gpus)
-        self._source = make_source(spec, None if room is None else functools.partial(NodeLauncher, room))
+        with without_collections():
+            self._source = make_source(spec, None if room is None else functools.partial(NodeLauncher, room))
 
     def introduce(self) -> Place:
         """Where this process is."""

@@ -33,7 +33,6 @@ from slime_launch.placement import (
     check_transport,
     layout_notes,
     live_nodes,
-    own_share,
     place_run,
     plan_layout,
 )
@@ -52,6 +51,7 @@ from slime_launch.validate import (
     canary_limit,
     engine_dtype,
     is_quantized,
+    limit_threads,
     notices,
     num_engines,
     num_spare_engines,
@@ -336,14 +336,6 @@ def answers_in_time(settings: Settings) -> EngineConfig:
     stall = settings.run.stall_timeout
     limit = min(settings.engine.update_weight_timeout, max(stall / 2, stall - GIVE_UP_SECONDS))
     return dataclasses.replace(settings.engine, update_weight_timeout=limit)
-
-
-def limit_threads(settings: Settings, *, engines: int) -> Settings:
-    """Share the machine's cores among the engines, which all compute at the same time; trainer ranks do so, too."""
-    engine = settings.engine
-    if engine.engine_threads is not None or engine.rollout_external_engine_addrs:
-        return settings
-    return dataclasses.replace(settings, engine=dataclasses.replace(engine, engine_threads=own_share(engines)))
 
 
 def where_it_is(place: Placement, *, spare: int) -> str:

@@ -18,10 +18,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
 from slime_core.files import write_whole
 from slime_core.types import Span, TrainReport
 from slime_launch.step_sums import SumLog
@@ -74,6 +70,8 @@ class Tracker:
         if self._tensorboard:
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(self._output_dir / TENSORBOARD_DIR)
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter  # a fifth of a second
+
             self._events = EventFileWriter(str(self._output_dir / TENSORBOARD_DIR))
         for row in self.rows:
             self._add_event(row)
@@ -139,6 +137,9 @@ class Tracker:
     def _add_event(self, row: Row) -> None:
         if self._events is None or "spans" in row:
             return
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         values = [
             Summary.Value(tag=name, simple_value=value)
             for name, value in row.items()

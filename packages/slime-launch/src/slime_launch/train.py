@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import os
 import pickle
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +17,7 @@ from slime_launch.config_file import with_config
 from slime_launch.flags import OTHERS, command, read_train
 
 if TYPE_CHECKING:
+    from slime_launch.config import Settings
     from slime_launch.preflight import Checked
 
 STOP_SECONDS = 10.0
@@ -48,15 +53,35 @@ def train(argv: list[str]) -> int:
             print("\n".join(lines(argv)))
             return 0
     settings, contradictions = read_train(argv)
-    from slime_launch.preflight import preflight, with_output
-    from slime_launch.report import report_if_finished
+    with contextlib.nullcontext(settings) if contradictions else importing_sglang(settings) as settings:
+        from slime_launch.preflight import preflight, with_output
+        from slime_launch.report import report_if_finished
 
-    checked = preflight(settings, contradictions)
-    output_dir = checked.settings.run.output_dir or (checked.manifest.output_dir if checked.manifest else None)
-    output_dir = output_dir or f"outputs/{time.strftime('%Y%m%d-%H%M%S')}"
-    if checked.manifest is not None and report_if_finished(checked, Path(output_dir)):
-        return 0
-    return supervise(with_output(checked, output_dir), Path(output_dir))
+        checked = preflight(settings, contradictions)
+        output_dir = checked.settings.run.output_dir or (checked.manifest.output_dir if checked.manifest else None)
+        output_dir = output_dir or f"outputs/{time.strftime('%Y%m%d-%H%M%S')}"
+        if checked.manifest is not None and report_if_finished(checked, Path(output_dir)):
+            return 0
+        return supervise(with_output(checked, output_dir), Path(output_dir))
+
+
+@contextlib.contextmanager
+def importing_sglang(settings: Settings) -> Iterator[Settings]:
+    """Have a process import SGLang while the rest is checked and started, where this machine's CPU runs the engines.
+
+    Gives the settings with which they are forked from it.
+    """
+    from slime_launch.validate import limit_threads, num_engines
+    from slime_rollout.engine.server import EngineSpec
+    from slime_rollout.engine.template import imported_sglang
+
+    if not settings.generates or os.environ.get("RAY_ADDRESS"):
+        yield settings
+        return
+    config = limit_threads(settings, engines=num_engines(settings)).engine
+    with imported_sglang(config, EngineSpec(model_path=settings.rollout.data.hf_checkpoint)) as config:
+        engine = dataclasses.replace(settings.engine, template=config.template)
+        yield dataclasses.replace(settings, engine=engine)
 
 
 def supervise(checked: Checked, output_dir: Path) -> int:

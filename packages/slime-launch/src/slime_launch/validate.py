@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from slime_launch.config import Settings
 from slime_launch.devices import run_device
 from slime_launch.errors import Problems
 from slime_launch.idle import idle_flags
+from slime_launch.placement import own_share
 from slime_megatron.config import FUSED_ROUTERS
 from slime_rollout.config import MOST_KEPT, MOST_LISTED, SFT_ROLLOUT
 
@@ -410,3 +412,11 @@ def num_engines(settings: Settings) -> int:
 def num_spare_engines(settings: Settings) -> int:
     """Number of those that are added once nodes have room for them."""
     return settings.placed.spare_gpus // settings.engine.rollout_num_gpus_per_engine
+
+
+def limit_threads(settings: Settings, *, engines: int) -> Settings:
+    """Share the machine's cores among the engines, which all compute at the same time; trainer ranks do so, too."""
+    engine = settings.engine
+    if engine.engine_threads is not None or engine.rollout_external_engine_addrs:
+        return settings
+    return dataclasses.replace(settings, engine=dataclasses.replace(engine, engine_threads=own_share(engines)))

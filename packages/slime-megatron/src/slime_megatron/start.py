@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from slime_convert.shape import ModelShape
 from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError
+from slime_core.importing import without_collections
 from slime_core.types import Rendezvous
 from slime_core.user_functions import load_function
 from slime_megatron.config import MegatronConfig, flag_name
@@ -106,14 +107,16 @@ def start_worker(
             cannot be given.
         CheckpointError: A checkpoint is missing or does not fit.
     """
-    from slime_megatron.device import select_device
+    with without_collections():
+        from slime_megatron.device import select_device
 
     estimator = check_algorithm(algorithm, config)
     device = select_device(config.trainer_threads, deterministic=config.deterministic_mode)
     with warnings.catch_warnings():
         # Megatron warns six times that it goes on without these two, as we mean it to.
         warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).* not installed")
-        from slime_megatron.worker import MegatronWorker
+        with without_collections():
+            from slime_megatron.worker import MegatronWorker
 
     given = (config, algorithm, shape, rendezvous, device)
     return MegatronWorker(

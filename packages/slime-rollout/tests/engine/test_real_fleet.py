@@ -295,8 +295,8 @@ def test_last_a_killed_engine_is_noticed(fleet):
 
 
 def is_server(pid, url):
-    line = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    return "sglang.launch_server" in line and url.rsplit(":", 1)[1] in line and reaper.__file__ not in line
+    line = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").split()
+    return "sglang.launch_server" in line and url.rsplit(":", 1)[1] in line and "reaper.py" not in line
 
 
 def died(fleet, url):

@@ -132,6 +132,7 @@ class EngineConfig(WeightSyncConfig):
             "enable-metrics": True}``. They win over slime's choices.
         router_args: sglang-router's own flags by name, without ``--router-``, likewise.
         own_key: The key that engines and router ask for where ``--sglang-api-key`` gives none, of :meth:`with_key`.
+        template: Address of a process that has imported SGLang, to fork engines from; of `engine.template`.
     """
 
     sglang_python: str | None = setting(
@@ -199,6 +200,7 @@ class EngineConfig(WeightSyncConfig):
     sglang_args: Mapping[str, SglangValue] = dataclasses.field(default_factory=dict)
     router_args: Mapping[str, RouterValue | tuple[RouterValue, ...]] = dataclasses.field(default_factory=dict)
     own_key: str | None = dataclasses.field(default=None, repr=False)
+    template: str | None = dataclasses.field(default=None, repr=False)
 
     def contradictions(self) -> Iterator[str]:
         """Flags without effect on external engines and routers, and values that are not addresses or names."""

@@ -211,7 +211,8 @@ def server_environment(config: EngineConfig, spec: EngineSpec) -> dict[str, str]
     if spec.memory_saver and device != "cpu":
         environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
     if device == "cpu":
-        environment["OMP_NUM_THREADS"] = str(config.threads)
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # the worker that starts it has its own
+            environment[name] = str(config.threads)
         # glibc gives each freed block of over 32 MB back, and the kernel has to clear the next: 5% of a rollout.
         environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 30))
         environment.setdefault("MALLOC_TRIM_THRESHOLD_", str((1 << 31) - 1))
@@ -396,6 +397,7 @@ class SGLangEngine(ServingProcess):
             log_path=log_path,
             grace=GRACE_SECONDS,
             remove_files=LOAD_FILES,
+            template=config.template if spec.runs_on(config) == "cpu" else None,
         )
         return cls(process, spec, config.key)
 

@@ -9,6 +9,9 @@ import sys
 
 KEY = "SLIME_API_KEY"
 HIDDEN = "[removed]"
+# Module → module and name that it imports for a flag that slime refuses: sglang-router's balancer in Python, with a web
+# framework and, where it is installed, all of SGLang.
+UNUSED = {"sglang_router.launch_router": ("sglang_router.mini_lb", "MiniLoadBalancer")}
 
 
 def main() -> None:
@@ -16,6 +19,7 @@ def main() -> None:
     sys.path[0] = ""  # the working directory, not this file's directory, whose modules have names of other packages
     import logging
     import runpy
+    import types
 
     key = os.environ.pop(KEY)  # processes that the server starts do without it
     make_record = logging.getLogRecordFactory()
@@ -28,6 +32,10 @@ def main() -> None:
 
     logging.setLogRecordFactory(without_key)
     module = sys.argv[1]
+    if module in UNUSED:
+        unused, name = UNUSED[module]
+        sys.modules[unused] = types.ModuleType(unused)
+        setattr(sys.modules[unused], name, None)
     sys.argv[1:] = [*sys.argv[2:], f"--api-key={key}"]  # a key may begin with a dash
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

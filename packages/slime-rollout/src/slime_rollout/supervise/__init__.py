@@ -25,6 +25,7 @@ from pathlib import Path
 
 from slime_core.errors import SlimeError
 from slime_rollout.supervise import reaper
+from slime_rollout.supervise.forked import Forked, fork
 
 _STOP_MARGIN_SECONDS = 10.0
 # SGLang writes all its settings into one line of 20 kB, which would hide the error below it.
@@ -57,7 +58,13 @@ class Supervised:
     # for that case the supervisor also looks once a second whether its parent is still the same.
 
     def __init__(
-        self, process: subprocess.Popen[bytes], pipe: io.FileIO, *, grace: float, log_path: Path | None, log_start: int
+        self,
+        process: subprocess.Popen[bytes] | Forked,
+        pipe: io.FileIO,
+        *,
+        grace: float,
+        log_path: Path | None,
+        log_start: int,
     ) -> None:
         self._process = process
         self._pipe = pipe
@@ -75,6 +82,7 @@ class Supervised:
         grace: float = 5.0,
         stdin: int | None = subprocess.DEVNULL,
         remove_files: str | None = None,
+        template: str | None = None,
     ) -> Supervised:
         """Start ``command`` in a session of its own.
 
@@ -84,6 +92,8 @@ class Supervised:
             grace: Seconds the command gets after SIGTERM to end by itself, and then what it left behind again.
             remove_files: Beginning of paths. Such files that the tree had open are removed when it has ended.
             stdin: As in :class:`subprocess.Popen`.
+            template: Address of a process that has imported what the command does, to fork in place of starting an
+                interpreter; see :func:`~slime_rollout.supervise.forked.template`. Needs ``log_path``.
 
         Raises:
             SupervisionError: The log file cannot be written.
@@ -92,11 +102,16 @@ class Supervised:
         read_end, write_end = os.pipe()
         pipe = io.FileIO(write_end, "w")
         _PIPES.add(pipe)
-        settings = {"pipe_fd": read_end, "parent": os.getpid(), "grace": grace, "remove_files": remove_files}
-        supervisor = [sys.executable, "-I", "-S", reaper.__file__, json.dumps(settings)]
+        settings = {"parent": os.getpid(), "grace": grace, "remove_files": remove_files}
+        supervisor = [sys.executable, "-I", "-S", reaper.__file__, json.dumps(settings | {"pipe_fd": read_end})]
         try:
             with log_path.open("ab") if log_path is not None else contextlib.nullcontext() as log:
-                process = subprocess.Popen(
+                process: subprocess.Popen[bytes] | Forked | None = None
+                if template is not None and log is not None:
+                    variables = os.environ if env is None else env
+                    files = {"pipe": read_end, "log": log.fileno()}
+                    process = fork(template, command, environment=variables, settings=settings, **files)
+                process = process or subprocess.Popen(
                     [*supervisor, *command],
                     env=env,
                     stdin=stdin,

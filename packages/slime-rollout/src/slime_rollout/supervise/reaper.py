@@ -164,13 +164,15 @@ class Supervisor:
     signals: list[int] = dataclasses.field(default_factory=list)
     exit_code: int | None = None
     child: int = 0
+    starter: Process | None = None
 
     def run(self) -> int:
         """Supervise until nothing is left; returns the exit code: 128 + n for signal n, 127 if it did not start."""
         become_subreaper()
+        self.starter = find_process(self.parent)
         wakeup = self._install_signals()
         try:
-            self._spawn()
+            self.child = self._spawn()
         except OSError as error:
             print(f"cannot start {self.command[0]}: {error}", file=sys.stderr, flush=True)
             return 127
@@ -196,13 +198,14 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, lambda _signum, _frame: None)
         return read_end
 
-    def _spawn(self) -> None:
+    def _spawn(self) -> int:
+        """Start the command; returns its process id."""
         # This process has one thread, so here the parent-death signal does follow the process. It asks the command
         # to end if somebody kills the supervisor; a subreaper above (`run_under_supervisor`) then ends the rest.
         ask = functools.partial(_prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
         # The object is kept: when it is dropped, it reaps a command that has already ended, and its exit code is lost.
         self.process = subprocess.Popen(self.command, preexec_fn=ask)
-        self.child = self.process.pid
+        return self.process.pid
 
     def _wait(self, wakeup: int) -> None:
         """Until the command ends, a signal comes, or the parent has written to the pipe, closed it or is gone."""
@@ -211,7 +214,7 @@ class Supervisor:
             events.register(descriptor, select.POLLIN)
         while True:
             self._reap()
-            if self.exit_code is not None or self.signals or os.getppid() != self.parent:
+            if self.exit_code is not None or self.signals or self._is_orphan():
                 return
             self._note_tree()  # before the end, for a process that was killed has no pid and no open files any more
             ready = {descriptor for descriptor, _ in events.poll(1000.0 * PARENT_CHECK_SECONDS)}
@@ -219,6 +222,11 @@ class Supervisor:
                 os.read(wakeup, 4096)
             if self.pipe_fd in ready:
                 return
+
+    def _is_orphan(self) -> bool:
+        """Whether who asked for the command is gone, which need not be the parent: see `forking`."""
+        now = find_process(self.parent)
+        return now is None or not now.alive or now != self.starter
 
     def _note_tree(self) -> None:
         """Remember who is in the tree now, and, until there is one, which files to remove it has open."""
