@@ -1,7 +1,7 @@
 """The first sampled token after a command, today and on commit 17a70ff, alternating: a run, a resume, an evaluation.
 
 The other commit is cloned from this repository and gets environments of its own; the model and the data are the quick
-start's. Phases are those of the benchmark `launcher`. `engine` is one engine alone, from its start until it is ready.
+start's. Phases are those of the benchmark `launcher`. `engine` is a second engine, from its start until it is ready.
 `share` is today's time over the other's in the same round. All are medians of the rounds. The first
 round has cold caches and is not counted.
 """
@@ -22,14 +22,21 @@ from quickstart_parts import Places, command_script, replace_flags, train_flags
 BEFORE = "17a70ff3"
 GOAL = 0.42
 ENGINE = """
-import sys, time
+import contextlib, sys, time
 from pathlib import Path
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.server import EngineSpec, SGLangEngine
+try:
+    from slime_rollout.engine.template import imported_sglang
+except ImportError:
+    imported_sglang = lambda config, spec: contextlib.nullcontext(config)
 model, python, log = sys.argv[1:]
-start = time.perf_counter()
-with SGLangEngine.start(EngineConfig(sglang_python=python), EngineSpec(model_path=model), log_path=Path(log)) as engine:
-    engine.wait_until_ready()
+spec = EngineSpec(model_path=model)
+with imported_sglang(EngineConfig(sglang_python=python), spec) as config, contextlib.ExitStack() as stack:
+    for number in range(2):
+        start = time.perf_counter()
+        engine = stack.enter_context(SGLangEngine.start(config, spec, log_path=Path(f"{log}-{number}")))
+        engine.wait_until_ready()
     print(time.perf_counter() - start)
 """
 Measure = Callable[[Path, Path], dict[str, float]]
@@ -50,7 +57,7 @@ def main(out: Path, *, quick: bool) -> list[Record]:
     checkouts = {"before": checkout(out / "before"), "now": ROOT}
     cases: dict[str, Measure] = {"run": started(places)}
     if not quick:
-        cases |= {"resume": resumed(places), "evaluation": evaluated(places), "engine": engine_alone(places)}
+        cases |= {"resume": resumed(places), "evaluation": evaluated(places), "engine": second_engine(places)}
     records = []
     for case, measure in cases.items():
         rounds = []
@@ -115,8 +122,8 @@ def resumed(places: Places) -> Measure:
     return measure
 
 
-def engine_alone(places: Places) -> Measure:
-    """One engine."""
+def second_engine(places: Places) -> Measure:
+    """An engine next to one that is up, as one that replaces another."""
 
     def measure(root: Path, out: Path) -> dict[str, float]:
         out.mkdir()

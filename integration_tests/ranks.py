@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
-import socket
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from slime_core.types import Rendezvous, TrainSample, WeightUpdate
 from slime_megatron.config import MegatronConfig
 from slime_megatron.start import start_worker
 from slime_rollout.engine import WeightSyncError
+from slime_rollout.engine.addresses import free_port
 
 if TYPE_CHECKING:
     from slime_megatron.worker import MegatronWorker
@@ -40,9 +40,7 @@ class Ranks:
     def __init__(self, world_size: int, config: MegatronConfig, algorithm: AlgorithmConfig, shape: ModelShape) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self._ends: list[Connection] = []
         self._processes = []
         for rank in range(world_size):

@@ -42,10 +42,10 @@ class Checkpoints:
         self._may_write.set()
 
     def leave_no_memory(self):
-        """Have the machine say that nothing of its memory is left."""
+        """Have the machine say that nothing of its memory is left, not even for the copy of what was written already."""
         from slime_megatron import background
 
-        background.spare_memory = lambda: 0
+        background.spare_memory = lambda: -1
 
     def is_released(self):
         """Whether what is written in the background was copied, because it was to change."""
