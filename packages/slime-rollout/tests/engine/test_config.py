@@ -16,6 +16,7 @@ def test_every_field_but_the_pass_through_is_a_flag():
         "sglang_args",
         "router_args",
         "own_key",
+        "template",
     }
 
 
