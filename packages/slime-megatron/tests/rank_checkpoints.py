@@ -42,7 +42,7 @@ class Checkpoints:
         self._may_write.set()
 
     def leave_no_memory(self):
-        """Have the machine say that nothing of its memory is left, not even for the copy of what was written already."""
+        """Have the machine say that no memory is left, not even for a copy of nothing: all may be written already."""
         from slime_megatron import background
 
         background.spare_memory = lambda: -1
