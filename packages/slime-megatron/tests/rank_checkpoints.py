@@ -42,10 +42,10 @@ class Checkpoints:
         self._may_write.set()
 
     def leave_no_memory(self):
-        """Have the machine say that no memory is left, not even for a copy of nothing: all may be written already."""
+        """Have the machine say that nothing of its memory is left."""
         from slime_megatron import background
 
-        background.spare_memory = lambda: -1
+        background.spare_memory = lambda: 0
 
     def is_released(self):
         """Whether what is written in the background was copied, because it was to change."""
