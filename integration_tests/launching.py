@@ -221,6 +221,20 @@ def wait_until_gone(processes: list[psutil.Process], seconds: float) -> list[str
     return left
 
 
+def watch_to_the_end(
+    process: subprocess.Popen[bytes], log: Path, seconds: float, look: Callable[[], object] = lambda: None
+) -> tuple[int, list[str]]:
+    """Wait for a launcher's end, and call `look` meanwhile; its exit code, and what is left of all that it started."""
+    family, deadline = set[psutil.Process](), time.monotonic() + seconds
+    while (code := process.poll()) is None:
+        assert time.monotonic() < deadline, log.read_text(errors="replace")[-6000:]
+        with suppress(psutil.NoSuchProcess):
+            family.update(tree(process))
+        look()
+        time.sleep(0.2)
+    return code, wait_until_gone(list(family), 30)
+
+
 def engine_python() -> str:
     """The interpreter that has SGLang."""
     default = Path(__file__).parents[1] / ".venv-engine" / "bin" / "python"

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from launching import Assets, started, train_command, tree, wait_until_gone
+from launching import Assets, started, train_command, watch_to_the_end
 
 STALL, SLOWEST = 40.0, 500.0  # of a run in which something hangs, else on a machine that is busy
 SECONDS = 900.0  # of one command
@@ -188,12 +187,6 @@ def run(command: list[str], work: Path, name: str) -> tuple[int, str, set[int]]:
     """Run to the end, and see that nothing is left: the exit code, what it printed, which victims were struck."""
     log, struck = work / name, set[int]()
     with started(command, log) as process:
-        family, deadline = set(), time.monotonic() + SECONDS
-        while (code := process.poll()) is None:
-            assert time.monotonic() < deadline, log.read_text(errors="replace")[-6000:]
-            with contextlib.suppress(psutil.NoSuchProcess):
-                family.update(tree(process))
-            struck |= are_struck(work)
-            time.sleep(0.2)
-        assert wait_until_gone(list(family), 30) == []
+        code, left = watch_to_the_end(process, log, SECONDS, lambda: struck.update(are_struck(work)))
+        assert left == []
     return code, log.read_text(errors="replace"), struck

@@ -5,16 +5,13 @@ Here are two ranks and no engine; `test_victims.py` has all parts of a run, and 
 
 from __future__ import annotations
 
-import contextlib
 import re
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
-from launching import Assets, rows, started, train_command, tree, wait_until_gone
+from launching import Assets, rows, started, train_command, watch_to_the_end
 from test_recorded import record
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
@@ -92,13 +89,7 @@ def strike_run(assets: Assets, work: Path, *extra: str, moment: str = "train", f
     command = train_command(assets, work, *flags, *extra, rollouts=ROLLOUTS)
     log = work / "log.txt"
     with started(command, log) as process:
-        family, deadline = set(), time.monotonic() + SECONDS
-        while (code := process.poll()) is None:
-            assert time.monotonic() < deadline, log.read_text(errors="replace")[-6000:]
-            with contextlib.suppress(psutil.NoSuchProcess):
-                family.update(tree(process))
-            time.sleep(0.3)
-        left = wait_until_gone(list(family), 30)
+        code, left = watch_to_the_end(process, log, SECONDS)
     return Healed(code, log.read_text(errors="replace"), int(fired.read_text()) if fired.exists() else None, left)
 
 

@@ -49,13 +49,7 @@ def test_ranks_and_engines_are_on_nodes_of_their_own_and_an_engines_node_is_lost
                 assert not list(wider(machine))
             with_engine = [machine for machine in cluster.all if machine.running("sglang.launch_server")]
             [lost] = [machine for machine in with_engine if not machine.running("RolloutHost")]
-            lost.cut_off() if end == "is cut off" else lost.lose()
-            until.happened("engine 1", "no_room")
-            until.trained(1)
-            joined = cluster.add(cpus=1)
-            until.happened("engine 1", "registered")
-            assert joined.running("sglang")
-            until.trained(2)
+            until.goes_on_without(lost, end, cluster)
         left_alone(cluster)
     # Every token is of the weights that its engine said to have.
     assert max(row[DIFFERENCE] for row in rows(tmp_path, "train")) < 1e-4
@@ -130,14 +124,7 @@ def test_a_run_goes_on_without_a_node_and_uses_one_that_joins(end: str, qwen3: A
             until.trained(1)
             for machine in cluster.all:
                 assert not list(wider(machine))
-            lost = cluster.all[1]
-            lost.cut_off() if end == "is cut off" else lost.lose()
-            until.happened("engine 1", "no_room")
-            until.trained(3)
-            joined = cluster.add(cpus=1)
-            until.happened("engine 1", "registered")
-            assert joined.running("sglang")
-            until.trained(2)
+            until.goes_on_without(cluster.all[1], end, cluster)
         left_alone(cluster)
     each_sample_was_trained_on_once(tmp_path)
 
@@ -188,6 +175,16 @@ class Watching:
     def happened(self, engine: str, event: str) -> None:
         """An event of an engine."""
         wait_for(lambda: any(one["engine"] == engine for one in self._events(event)), f"{engine} {event}", **self._how)
+
+    def goes_on_without(self, lost: Machine, end: str, cluster: Machines) -> None:
+        """It trains without the second engine, whose machine is lost, and with that engine again on one that joins."""
+        lost.cut_off() if end == "is cut off" else lost.lose()
+        self.happened("engine 1", "no_room")
+        self.trained(3)
+        joined = cluster.add(cpus=1)
+        self.happened("engine 1", "registered")
+        assert joined.running("sglang")
+        self.trained(2)
 
     def _events(self, kind: str) -> list[dict[str, Any]]:
         return [one for one in read_events(self._work / "out" / "logs") if one["event"] == kind]

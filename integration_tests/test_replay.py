@@ -24,7 +24,7 @@ def replay(directory: Path, step: int, code: int) -> str:
 
 
 def test_a_rollout_of_a_run_that_was_killed_is_trained_on_again(story: Story) -> None:
-    """With a user-defined reward, turns and estimator; and a sample that is no longer what it was is named."""
+    """With a user-defined reward, turns and estimator. A sample that has changed is named."""
     out = story.work / "out"
     assert "trained again from checkpoint 2: rollouts 2 to 3 are equal to the last bit" in replay(out, 3, 0)
     with changed_sample(RolloutStore(story.work / "save" / "rollouts"), 2):

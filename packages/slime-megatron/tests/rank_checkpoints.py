@@ -42,10 +42,14 @@ class Checkpoints:
         self._may_write.set()
 
     def leave_no_memory(self):
-        """Have the machine say that nothing of its memory is left."""
+        """Have the machine say that nothing of its memory is left; a save that is held goes on once it was asked."""
         from slime_megatron import background
 
-        background.spare_memory = lambda: 0
+        def none_left():
+            self.let_saves_go()
+            return 0
+
+        background.spare_memory = none_left
 
     def is_released(self):
         """Whether what is written in the background was copied, because it was to change."""

@@ -85,8 +85,9 @@ def test_without_memory_for_copies_a_step_waits(ranks, tiny_model, tiny_config, 
     config = tiny_config(load=model.checkpoint, save=str(tmp_path), async_save=True, tensor_model_parallel_size=2)
     ranks.start(2, config, model.shape, GRPO)
     before = ranks.call("hashes")
-    ranks.call("leave_no_memory")
+    ranks.call("hold_saves")
     ranks.call("save", 1)
+    ranks.call("leave_no_memory")
     ranks.call("train", make_shards(make_samples()))
     assert ranks.call("is_released") == [False, False]
     assert ranks.call("saved", wait=True) == [True, True]

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Import without collecting garbage, of which that makes hardly any: it takes a fifth of the time.
+    """Import without collecting garbage: imports leave hardly any, and looking for it takes a fifth of their time.
 
-    What there is at the end of the block is never looked at again, so nothing large belongs into it.
+    No later collection looks at what exists at the end of the block, so do not make anything large in it.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -117,6 +117,7 @@ class Background:
         self._neighbours = hosts.count(socket.gethostname())
         self._thread: threading.Thread | None = None
         self._live = LiveTensors([])
+        self._live.end()  # nothing is written yet
         self._problem: str | None = None
 
     def has_room(self, tensors: Sequence[torch.Tensor], directory: Path) -> bool:

@@ -349,7 +349,7 @@ class MegatronWorker:
         return self._background is None or self._background.finished(wait=wait)
 
     def _release(self) -> None:
-        """Let weights and optimizer state change, of which a checkpoint may be under way."""
+        """Let weights and optimizer state change, though a checkpoint of them may still be written."""
         if self._background is not None:
             self._background.release()
 

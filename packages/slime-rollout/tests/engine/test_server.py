@@ -135,6 +135,14 @@ def test_one_group_of_engines_cannot_have_a_key_of_its_own():
         check_flags(EngineConfig(), [spec(sglang_args={"api-key": "x"})])
 
 
+def test_an_engine_computes_with_its_own_number_of_threads(monkeypatch):
+    """The worker that starts it has one, and torch takes the smaller of the two variables."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    environment = server_environment(EngineConfig(engine_threads=3), EngineSpec(model_path="model", device="cpu"))
+    assert (environment["OMP_NUM_THREADS"], environment["MKL_NUM_THREADS"]) == ("3", "3")
+
+
 MODULE = """
 import logging, os, sys
 print(sys.argv[1:], "SLIME_API_KEY" in os.environ, __name__)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_rollout.supervise import Supervised, reaper
+from slime_rollout.supervise import Supervised, forked, reaper
 from slime_rollout.supervise.forked import template
 
 GRACE = 1.0
@@ -63,10 +63,10 @@ def test_a_forked_command_is_as_a_started_one_but_for_its_imports(address, direc
     script = write_script(directory, TOLD)
     command = ["-m", "script"] if module else [script]
     environment = {**os.environ, "WORD": "here"}
-    forked = run([*command, "a", "--b"], directory / "forked", env=environment, template=address)
+    by_fork = run([*command, "a", "--b"], directory / "forked", env=environment, template=address)
     started = run([*command, "a", "--b"], directory / "started", env=environment)
-    assert (forked[0], started[0]) == (0, 0), forked[1]
-    one, other = json.loads(forked[1]), json.loads(started[1])
+    assert (by_fork[0], started[0]) == (0, 0), by_fork[1]
+    one, other = json.loads(by_fork[1]), json.loads(started[1])
     assert one.pop("session") != other.pop("session") != os.getsid(0)
     assert one == {**other, "prepared": True, "set": "by an import"}
     assert other["prepared"] is False and other["words"] == ["a", "--b"] and other["directory"] == str(directory)
@@ -144,6 +144,21 @@ def test_without_that_process_a_command_is_started(directory, caplog):
     script = write_script(directory, "import sys; print('prepared' in sys.modules)")
     assert run([script], directory / "log", template="slime-nobody") == (0, "False")
     assert "is started, not forked from the process that has its imports: it does not answer" in caplog.text
+
+
+def test_a_request_that_was_given_up_is_not_served_later(marked, directory, monkeypatch, caplog):
+    """Else two commands would run, on one port."""
+    prepare = PREPARE + "\nimport os, time\nwhile not os.path.exists('go'): time.sleep(0.01)"
+    script = write_script(directory, "import sys; print('prepared' in sys.modules); open('ran', 'a').write('x')")
+    with template(sys.executable, prepare, os.environ) as address:
+        monkeypatch.setattr(forked, "ANSWER_SECONDS", 0.2)
+        assert run([script], directory / "first", template=address) == (0, "False")
+        monkeypatch.undo()
+        monkeypatch.chdir(directory)
+        (directory / "go").touch()
+        assert run([script], directory / "second", template=address) == (0, "True")
+    assert "it does not answer: timed out" in caplog.text
+    assert (directory / "ran").read_text() == "xx"
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import sys
 
 KEY = "SLIME_API_KEY"
 HIDDEN = "[removed]"
-# Module → module and name that it imports for a flag that slime refuses: sglang-router's balancer in Python, with a web
+# Module → module that it imports for a flag that slime refuses: sglang-router's balancer in Python, with its web
 # framework and, where it is installed, all of SGLang.
-UNUSED = {"sglang_router.launch_router": ("sglang_router.mini_lb", "MiniLoadBalancer")}
+UNUSED = {"sglang_router.launch_router": "sglang_router.mini_lb"}
 
 
 def main() -> None:
@@ -33,9 +33,8 @@ def main() -> None:
     logging.setLogRecordFactory(without_key)
     module = sys.argv[1]
     if module in UNUSED:
-        unused, name = UNUSED[module]
-        sys.modules[unused] = types.ModuleType(unused)
-        setattr(sys.modules[unused], name, None)
+        unused = sys.modules[UNUSED[module]] = types.ModuleType(UNUSED[module])
+        unused.__getattr__ = lambda name: None  # type: ignore[method-assign]  # whatever is imported from it
     sys.argv[1:] = [*sys.argv[2:], f"--api-key={key}"]  # a key may begin with a dash
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

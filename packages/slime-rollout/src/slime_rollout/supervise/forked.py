@@ -140,5 +140,5 @@ def template(python: str, prepare: str, environment: Mapping[str, str]) -> Itera
     try:
         yield address
     finally:
-        process.terminate()
+        process.kill()  # it has nothing to save, and it may be stopped
         process.wait()

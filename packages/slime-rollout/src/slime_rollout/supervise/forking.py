@@ -36,6 +36,7 @@ LENGTH = struct.Struct("!Q")
 CREDENTIALS = struct.Struct("3i")  # pid, user and group of the other side of a socket
 NUM_FILES = 3  # that come with a request: the supervisor's pipe, the pipe for the exit code, the log
 IDLE_SECONDS = 1.0
+REQUEST_SECONDS = 10.0  # for a request to arrive whole
 # Variables that only count when a process starts, or while it imports: a request must have the same.
 AT_START = (
     "PYTHONPATH",
@@ -110,8 +111,9 @@ class Template:
             if not events.poll(1000.0 * IDLE_SECONDS):
                 continue
             connection, _ = listener.accept()
+            files: list[int] = []
             with connection, contextlib.suppress(OSError, ValueError):  # of a starter that is gone
-                request, files = receive(connection)
+                request = receive(connection, files)
                 if refused := self.problem(request):
                     answer(connection, {"refused": refused})
                 elif pid := os.fork():
@@ -120,8 +122,8 @@ class Template:
                     listener.close()
                     connection.close()
                     return self.supervise(request, files)
-                for file in files:
-                    os.close(file)
+            for file in files:
+                os.close(file)
         sys.exit(0)
 
     def supervise(self, request: dict[str, Any], files: list[int]) -> list[str]:
@@ -152,16 +154,28 @@ class Template:
         os._exit(0)
 
 
-def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """A request of this user's, and the files that it came with."""
+def receive(connection: socket.socket, files: list[int]) -> dict[str, Any]:
+    """A request; the files that it came with are added to ``files``.
+
+    Raises:
+        ValueError: It is another user's, is not whole, or nobody waits for an answer any more: its command was started.
+    """
+    connection.settimeout(REQUEST_SECONDS)
     check_user(connection)
-    head, files, _, _ = socket.recv_fds(connection, LENGTH.size, NUM_FILES)
+    head, received, _, _ = socket.recv_fds(connection, LENGTH.size, NUM_FILES)
+    files += received
+    if len(head) != LENGTH.size or len(files) != NUM_FILES:
+        raise ValueError("a request that was broken off")
     text = b""
     while len(text) < LENGTH.unpack(head)[0]:
         if not (part := connection.recv(1 << 16)):
             raise ValueError("a request that was broken off")
         text += part
-    return json.loads(text), files
+    waiting = select.poll()
+    waiting.register(connection, select.POLLRDHUP)
+    if waiting.poll(0):
+        raise ValueError("a request that was given up")
+    return dict(json.loads(text))
 
 
 def check_user(connection: socket.socket) -> None:
