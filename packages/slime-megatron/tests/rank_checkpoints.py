@@ -42,10 +42,13 @@ class Checkpoints:
         self._may_write.set()
 
     def leave_no_memory(self):
-        """Have the machine say that nothing of its memory is left; a save that is held goes on once it was asked."""
+        """Have the machine say once that nothing of its memory is left; a save that is held goes on then."""
         from slime_megatron import background
 
+        spare_memory = background.spare_memory
+
         def none_left():
+            background.spare_memory = spare_memory  # the process serves other tests, too
             self.let_saves_go()
             return 0
 
