@@ -46,6 +46,7 @@ class Forked:
                 if part := self._status.read(64):
                     self._said += part
                 else:
+                    self._wait_until_gone()
                     self._code = int(self._said or KILLED)
             return self._code
 
@@ -61,6 +62,11 @@ class Forked:
         """Send a signal, unless it has ended."""
         if self._process is not None:
             reaper.send_signal(self._process, signum)
+
+    def _wait_until_gone(self) -> None:
+        """A process closes its files a moment before it has ended, and longer before on a busy machine."""
+        while (now := reaper.find_process(self.pid)) is not None and now.alive and now == self._process:
+            time.sleep(reaper.POLL_SECONDS)
 
     def _readable(self, seconds: float | None) -> bool:
         events = select.poll()
