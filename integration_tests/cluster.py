@@ -20,9 +20,9 @@ from launching import RUN_SECONDS, left_of, shared_memory, started, wait_for, wa
 RAY = Path(sys.executable).with_name("ray")
 NODE = ("gcs_server", "raylet")
 ASK = """
-import ray
+import sys, ray
 ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
-print("answer:", ray.get(ray.remote(num_cpus=4)(lambda: 6 * 7).remote(), timeout=60))
+print("answer:", ray.get(ray.remote(num_cpus=float(sys.argv[1]))(lambda: 6 * 7).remote(), timeout=60))
 """
 
 
@@ -69,7 +69,7 @@ def run_on_cluster(command: list[str], work: Path, *, kill: bool) -> Joined:
         nodes_live = bool(nodes) and all(
             psutil.pid_exists(pid) and psutil.Process(pid).name() == name for pid, name in nodes.items()
         )
-        done = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, timeout=90)
+        done = subprocess.run([sys.executable, "-c", ASK, "4"], capture_output=True, text=True, timeout=90)
         return Joined(
             work=work,
             text=log.read_text(errors="replace"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import sys
 from collections.abc import Iterator
@@ -11,14 +12,15 @@ import pytest
 
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.fleet import EngineFleet
+from slime_rollout.engine.server import EngineSpec
+from slime_rollout.engine.template import imported_sglang
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cluster import Joined, run_on_cluster
 from custom_turns import turns_command
 from ended import FOREVER, Ended, end_run, kill_one, send, trained
 from keys import KeySeen
-from launching import Assets, make_assets, train_command
+from launching import Assets, make_assets
 from learning import ON_TWO_RANKS, learn
 from story import ROLLOUTS, Story, story_command, tell
 
@@ -84,15 +86,21 @@ def learned_run(qwen3: Assets, tmp_path_factory: pytest.TempPathFactory) -> Ende
 
 
 @pytest.fixture(scope="session")
-def external_fleet(qwen3: Assets, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineFleet]:
+def engine_config(qwen3: Assets) -> Iterator[EngineConfig]:
+    """Of engines that tests start by themselves: they are forked, as those of a run are."""
+    config = EngineConfig(sglang_python=qwen3.engine_python, engine_threads=1)
+    with imported_sglang(config, EngineSpec(model_path=str(qwen3.hf))) as forking:
+        yield forking
+
+
+@pytest.fixture(scope="session")
+def external_fleet(
+    qwen3: Assets, engine_config: EngineConfig, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineFleet]:
     """One engine and a router that no run has started. Whoever uses them sends weights first."""
-    engine = EngineConfig(
-        sglang_python=qwen3.engine_python,
-        engine_threads=1,
-        sglang_args={"max-total-tokens": "8192", "max-running-requests": "64"},
-    )
+    sizes = {"max-total-tokens": "8192", "max-running-requests": "64"}
     with EngineFleet.start(
-        engine,
+        dataclasses.replace(engine_config, sglang_args=sizes),
         model_path=str(qwen3.hf),
         num_engines=1,
         dtype="float32",
@@ -101,12 +109,3 @@ def external_fleet(qwen3: Assets, tmp_path_factory: pytest.TempPathFactory) -> I
         log_dir=tmp_path_factory.mktemp("external"),
     ) as fleet:
         yield fleet
-
-
-@pytest.fixture(scope="session")
-def joined_run(qwen3: Assets, tmp_path_factory: pytest.TempPathFactory) -> Joined:
-    """Trains on a Ray cluster that was there before, and finishes."""
-    work = tmp_path_factory.mktemp("joined")
-    gspo = ["--advantage-estimator", "gspo", "--eps-clip", "0.05"]
-    command = train_command(qwen3, work, *gspo, rollouts=3, save=False)
-    return run_on_cluster(command, work, kill=False)

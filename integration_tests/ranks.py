@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from slime_megatron.worker import MegatronWorker
 
 CALL_SECONDS = 120.0
-# What Megatron-core imports of torch takes longer than everything that a rank does here. A process that has imported it
-# is forked for each rank; Megatron itself is imported by the rank, after the device is chosen.
-PRELOAD = ["torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo", "torch.utils.tensorboard"]
+# Imports take longer than everything that a rank does here. A process that has them is forked for each rank.
+PRELOAD = ["imported_megatron"]
 
 
 class Ranks:

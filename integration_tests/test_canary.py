@@ -49,24 +49,24 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
     return make_assets("qwen3-moe", tmp_path_factory.mktemp("qwen3-moe"))
 
 
-def launch(assets: Assets, logs: Path, **differences: Any) -> EngineFleet:
+def launch(assets: Assets, logs: Path, config: EngineConfig | None = None, **differences: Any) -> EngineFleet:
     """An engine for each of ``differences``."""
-    config = EngineConfig(
-        sglang_python=assets.engine_python,
-        engine_threads=1,
-        sglang_args={"max-total-tokens": "2048", "max-running-requests": "8"},
-    )
+    config = config or EngineConfig(sglang_python=assets.engine_python, engine_threads=1)
+    config = dataclasses.replace(config, sglang_args={"max-total-tokens": "2048", "max-running-requests": "8"})
     spec = EngineSpec(model_path=str(assets.hf), dtype="float32", context_length=128)
     specs = [dataclasses.replace(spec, **other) for other in differences.values()]
     return EngineFleet.launch(config, specs, log_dir=logs)
 
 
 @pytest.fixture(scope="module")
-def fleet(assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineFleet]:
+def fleet(
+    assets: Assets, engine_config: EngineConfig, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineFleet]:
     """Two engines as they should be, and one that computes with another rotary base."""
     rope = {"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
     other = {"sglang_args": {"json-model-override-args": json.dumps(rope)}}
-    with launch(assets, tmp_path_factory.mktemp("logs"), first={}, second={}, third=other) as running:
+    logs = tmp_path_factory.mktemp("logs")
+    with launch(assets, logs, engine_config, first={}, second={}, third=other) as running:
         yield running
 
 

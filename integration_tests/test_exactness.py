@@ -114,7 +114,7 @@ NARROWED = {
 @pytest.mark.real
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] if "min-p" in name else []) for name in NARROWED]
+    "name", [pytest.param(name, marks=[] if "top-p" in name else [pytest.mark.full]) for name in NARROWED]
 )
 def test_trainer_and_engine_agree_over_the_tokens_kept(
     qwen3: Assets, name: str, request: pytest.FixtureRequest
@@ -191,6 +191,7 @@ def test_logits_equal_transformers_before_and_after_training(assets: Assets, tmp
     assert (before - after).abs().max() > 0.01
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_two_ranks_give_the_loss_and_grad_norm_of_one(llama: Assets) -> None:
     shape = ModelShape.from_hf_config(llama.hf)

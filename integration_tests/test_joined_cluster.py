@@ -14,17 +14,16 @@ from slime_launch.devices import find_device, run_device
 from slime_launch.flags import parse_train
 
 
+@pytest.mark.full
 @pytest.mark.real
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("end", ["finishes", pytest.param("is killed", marks=pytest.mark.full)])
-def test_a_run_joins_a_cluster_and_leaves_it_as_it_was(
-    end: str, qwen3: Assets, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    if end == "finishes":
-        joined = request.getfixturevalue("joined_run")
-        assert joined.code == 0, joined.text
-    else:
-        joined = run_on_cluster(train_command(qwen3, tmp_path, rollouts=FOREVER, save=False), tmp_path, kill=True)
+@pytest.mark.parametrize("end", ["finishes", "is killed"])
+def test_a_run_joins_a_cluster_and_leaves_it_as_it_was(end: str, qwen3: Assets, tmp_path: Path) -> None:
+    """A run on a cluster of several nodes: `test_nodes.py`."""
+    kill = end == "is killed"
+    command = train_command(qwen3, tmp_path, rollouts=FOREVER if kill else 3, save=False)
+    joined = run_on_cluster(command, tmp_path, kill=kill)
+    assert kill or joined.code == 0, joined.text
     print(f"{joined.processes} processes of the run on the cluster; they share {joined.memory}")
     assert joined.processes >= 3  # trainer, rollout worker, engine
     assert not joined.left, joined.left

@@ -90,7 +90,7 @@ def engine_ranks(rank_group, engine_pool, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("glm4", {}),
+        pytest.param("glm4", {}, marks=pytest.mark.full),
         ("deepseek-mtp", TP2_SP),
         ("qwen3-moe", EP2),
         pytest.param("qwen3-moe", TP2_SP, marks=pytest.mark.full),

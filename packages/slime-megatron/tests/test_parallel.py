@@ -13,19 +13,36 @@ GRPO = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
 WITHOUT_KL = AlgorithmConfig()
 
 
+SHOWN = {
+    "qwen3/4": (
+        "tp2",
+        "tp2+sp, pp2",
+        "pp2+vpp2",
+        "cp2, pp2",
+        "dp2+dist-opt+overlap",
+        "full recomputation",
+        "recomputed mlp",
+        "shared prompts, pp2+vpp2",
+    ),
+    "deepseek/4": (
+        "cp2",
+        "tp2+sp, dp2, ep2",
+        "dynamic micro-batches, ep2",
+        "uneven ranks, ep2",
+        "recomputed experts",
+        "recomputed shared experts",
+        "fused activations",
+    ),
+}
+"""In the normal run: each way of splitting and of recomputing once. Of experts, if it has to do with them."""
+
+
 def is_shown(name, layout):
-    """In the normal run: every layout, of a model with experts and latent attention if it has to do with them; and one
-    layout of every family. Of those that only divide a step otherwise, the one with experts on two ranks."""
-    if layout == "pp2+vpp2, dp2+dist-opt+overlap" or ("dynamic" in layout and layout != "dynamic micro-batches, ep2"):
-        return False
-    if layout in ("uneven ranks, dp2", "uneven ranks, pp2+vpp2, dp2"):
-        return False
-    with_experts = "ep2" in layout or "experts" in layout or layout in ("cp2", "dp2+dist-opt", "fused activations")
-    return name == ("deepseek/4" if with_experts else "qwen3/4") or layout == "tp2+sp"
+    return layout in SHOWN.get(name, ()) or layout == "dp2"
 
 
 IN_BF16 = ("tp2+sp", "pp2+vpp2", "cp2", "dp2+dist-opt", "ep2", "shared prompts")
-SHOWN_IN_BF16 = (("qwen3/4", "tp2+sp"), ("deepseek/4", "pp2+vpp2"))
+SHOWN_IN_BF16 = (("qwen3/4", "tp2+sp"),)
 # With 1e-3 and more rounding also moves tokens over the clip range of the ratio within three steps.
 BF16_LR = 1e-5
 

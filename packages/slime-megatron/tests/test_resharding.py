@@ -20,9 +20,7 @@ FULL = pytest.mark.full
 EPS = 1e-3
 SHOWN = [
     ("llama-tied/4", True, "one", "pp2+vpp2"),
-    ("glm4-moe-mtp/4", False, "pp2+vpp2", "tp2+sp"),
     ("deepseek-mtp/4", True, "tp2+sp", "pp2, dp2, ep2"),
-    ("llama-tied/4", False, "cp2", "dp2"),
 ]
 
 

@@ -24,14 +24,14 @@ PIPELINED = {
     "shared prompts, pp2+vpp2, full recomputation": Layout(2, VPP2 | FULL | SHARED, 4),
 }
 SHOWN = (
-    *("cp2", "ep2", "recomputed experts", "shared prompts, tp2+sp"),
+    *("cp2", "recomputed experts"),
     "shared prompts, pp2+vpp2, full recomputation",
 )
-SHOWN_OF_R2 = (("q", "one process"), ("g", "pp2+vpp2, full recomputation"), ("d", "tp2+sp"))
+SHOWN_OF_R2 = (("q", "one process"), ("d", "tp2+sp"))
 FURTHER = (
     *("tp2+sp", "pp2+vpp2", "dp2+dist-opt", "full recomputation", "pp2, full recomputation"),
     *("pp2+vpp2, full recomputation", "tp2+sp+etp1+ep2", "tp2+sp, pp2", "tp2+sp, cp2", "cp2, pp2", "tp2+sp, dp2, ep2"),
-    *("pp2, dp2, ep2", "shared prompts"),
+    *("pp2, dp2, ep2", "shared prompts", "ep2", "shared prompts, tp2+sp"),
 )
 
 

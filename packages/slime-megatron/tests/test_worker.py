@@ -292,7 +292,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, id=name, marks=pytest.mark.full if name in ("replicated optimizer", "two stages") else [])
+        for name, layout in LAYOUTS.items()
+    ],
+)
 def test_sleep_and_wake_change_nothing(ranks, tiny_model, tiny_config, make_samples, make_shards, layout):
     """A run that hands its memory over after each rollout, in the order of `--colocate`, ends with the same bits."""
     model = tiny_model("llama-tied")

@@ -14,6 +14,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from slime_rollout.config import RolloutConfig
+from slime_rollout.engine.config import EngineConfig
+from slime_rollout.engine.server import EngineSpec
+from slime_rollout.engine.template import imported_sglang
 from slime_rollout.rollout import RolloutManager
 
 
@@ -114,6 +117,14 @@ def engine_python():
     return find_engine_python(
         os.environ.get("SLIME_ENGINE_PYTHON"), Path(__file__).parents[3] / ".venv-engine/bin/python"
     )
+
+
+@pytest.fixture(scope="session")
+def engine_config(engine_python, tiny_model):
+    """Engines that are forked from a process that has imported SGLang, as those of a run are."""
+    config = EngineConfig(sglang_python=engine_python, engine_threads=1)
+    with imported_sglang(config, EngineSpec(model_path=tiny_model)) as forking:
+        yield forking
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Against a real SGLang server behind a real router: what the scripted server of the other tests cannot show."""
 
 import copy
+import dataclasses
 import json
 import math
 import urllib.request
@@ -12,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from slime_core.types import Status, WeightUpdate
 from slime_rollout.config import RolloutConfig
-from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.engine.server import EngineSpec, equal_specs
 from slime_rollout.errors import GenerationError
@@ -30,10 +30,8 @@ PREFERENCES = json.dumps({"repetition_penalty": 1.5, "frequency_penalty": 1.0, "
 
 
 @pytest.fixture(scope="module")
-def fleet(tiny_model, engine_python, tmp_path_factory):
-    config = EngineConfig(
-        sglang_python=engine_python, engine_threads=1, sglang_args={"preferred-sampling-params": PREFERENCES}
-    )
+def fleet(tiny_model, engine_config, tmp_path_factory):
+    config = dataclasses.replace(engine_config, sglang_args={"preferred-sampling-params": PREFERENCES})
     logs = tmp_path_factory.mktemp("logs")
     with EngineFleet.start(
         config, model_path=tiny_model, num_engines=1, dtype="float32", context_length=256, seed=0, log_dir=logs
@@ -42,12 +40,11 @@ def fleet(tiny_model, engine_python, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def unseeded_fleet(tiny_model, engine_python, tmp_path_factory):
+def unseeded_fleet(tiny_model, engine_config, tmp_path_factory):
     """For min-p, at which an engine with seeds ends."""
-    config = EngineConfig(sglang_python=engine_python, engine_threads=1)
     spec = EngineSpec(model_path=str(tiny_model), dtype="float32", context_length=256, seeded=False)
     logs = tmp_path_factory.mktemp("unseeded")
-    with EngineFleet.launch(config, equal_specs(spec, 2, config), log_dir=logs) as running:
+    with EngineFleet.launch(engine_config, equal_specs(spec, 2, engine_config), log_dir=logs) as running:
         yield running
 
 
@@ -171,7 +168,9 @@ def kept_by_the_definition(logp_V, top_k, top_p, min_p):
     return set(order[: len(order) if top_k == -1 else top_k][keeps[: len(order) if top_k == -1 else top_k]].tolist())
 
 
-@pytest.mark.parametrize("name", NARROWED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "both" else [pytest.mark.full]) for name in NARROWED]
+)
 def test_the_kept_tokens_are_those_of_the_settings_and_log_probs_are_over_them(manager, network, name, request):
     flags = NARROWED[name]
     if "rollout_min_p" in flags:
@@ -316,7 +315,9 @@ def test_a_prompt_that_does_not_fit_is_refused_with_the_engines_words(manager):
         manager(rollout_max_response_len=250).generate(0)
 
 
-@pytest.mark.parametrize("narrowed", [{}, {"rollout_top_p": 0.8}], ids=["plain", "top-p"])
+@pytest.mark.parametrize(
+    "narrowed", [pytest.param({}, id="plain"), pytest.param({"rollout_top_p": 0.8}, id="top-p", marks=pytest.mark.full)]
+)
 def test_responses_that_were_cut_off_end_as_if_nothing_had_happened(manager, network, narrowed):
     # One token in sixty is a stop, and a third of the requests run at once: those cut off are at all stages.
     changes = {"n_samples_per_prompt": 4, "rollout_max_response_len": 180, "rollout_concurrency": 16} | narrowed

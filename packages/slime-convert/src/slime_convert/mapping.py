@@ -5,6 +5,7 @@ It works on torch's tensors and on lazy ones (:mod:`slime_convert.files.tensors`
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,12 @@ class _Weight:
         return name.replace("{m}", str(self.module))
 
 
+@functools.lru_cache(maxsize=4)
+def weight_map(shape: ModelShape, padded_vocab_size: int | None = None) -> WeightMap:
+    """A map that all who ask for it share: of hundreds of experts it takes a second to make."""
+    return WeightMap(shape, padded_vocab_size)
+
+
 class WeightMap:
     """The weights of a model of a given shape, under both names.
 
@@ -54,6 +61,7 @@ class WeightMap:
             allowed = f"at least the vocabulary size {shape.vocab_size}"
             raise WeightError(f"padded_vocab_size {padded_vocab_size} must be {allowed}")
         self._sizes = _named_sizes(shape, self.padded_vocab_size)
+        self._known_lengths: dict[str, tuple[int, ...]] = {}
         self._weights = {weight.fill(weight.rule.megatron): weight for weight in _weights(shape)}
         self._by_name = self._weights | {
             weight.fill(weight.rule.engine_name): weight for weight in self._weights.values() if weight.rule.engine_name
@@ -259,7 +267,9 @@ class WeightMap:
         return [self._sizes[dim] for dim in rule.sections]
 
     def _lengths(self, dims: str) -> tuple[int, ...]:
-        return tuple(sum(self._sizes[part] for part in dim.split("+")) for dim in dims.split())
+        if dims not in self._known_lengths:
+            self._known_lengths[dims] = tuple(sum(self._sizes[part] for part in dim.split("+")) for dim in dims.split())
+        return self._known_lengths[dims]
 
     def _cut(self, name: str, weight: _Weight, tensor: AnyTensor) -> list[AnyTensor]:
         """The Hugging Face tensors in a Megatron weight, which is without the vocabulary's padding then."""

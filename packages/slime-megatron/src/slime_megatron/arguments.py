@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -102,7 +103,8 @@ _BALANCING = ("none", "aux_loss", "seq_aux_loss")
 _NOT_NEGATIVE = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate")
 
 
-def classes(name: str) -> list[str]:
+@functools.cache
+def classes(name: str) -> tuple[str, ...]:
     """The classes that a field of core's is in. There is one; none if nobody has decided what it would change."""
     field = core_fields()[name]
     found = {
@@ -112,7 +114,7 @@ def classes(name: str) -> list[str]:
         "no effect": _found(_UNREAD, name) is not None,
         "refused": field.is_function or _found(_FIXED, name) is not None,
     }
-    return [kind for kind, is_so in found.items() if is_so]
+    return tuple(kind for kind, is_so in found.items() if is_so)
 
 
 def reason(name: str) -> str:
@@ -122,7 +124,7 @@ def reason(name: str) -> str:
 
 def has_no_effect(name: str) -> bool:
     """Whether a name is a field of core's that has no effect, whatever the model is."""
-    return name in core_fields() and classes(name) == ["no effect"]
+    return name in core_fields() and classes(name) == ("no effect",)
 
 
 def may_change(name: str) -> bool:
@@ -136,7 +138,7 @@ def _plainly(name: str, value: Any) -> str:
 
 def reaches_core(name: str, *, on_gpu: bool) -> bool:
     """Whether core gets an argument: what needs Transformer Engine's layers, or a GPU, it gets there alone."""
-    return classes(name) == ["forwarded"] and (on_gpu or (name not in _ENGINE and not _is_of_offload(name)))
+    return classes(name) == ("forwarded",) and (on_gpu or (name not in _ENGINE and not _is_of_offload(name)))
 
 
 def passed_on(

@@ -147,7 +147,7 @@ class Word(NamedTuple):
     @property
     def is_refused(self) -> bool:
         """Whether the field takes no other value than the one it has."""
-        return classes(self.field) in ([], ["refused"])
+        return classes(self.field) in ((), ("refused",))
 
 
 class Answer(NamedTuple):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from slime_convert.mapping import WeightMap
+from slime_convert.mapping import weight_map
 from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError
 from slime_megatron.config import MegatronConfig
@@ -111,7 +110,7 @@ def _numbers(
 ) -> Iterator[tuple[int, bool, int]]:
     """Of each weight of a stage: the numbers that a rank holds, whether they train, and the ranks that hold them."""
     tensor = config.tensor_model_parallel_size
-    weight_map = _weight_map(shape, shape.padded_vocab_size(tensor))
+    weights = weight_map(shape, shape.padded_vocab_size(tensor))
     tied = not (shape.untie_embeddings_and_output_weights or value_head)
     stages = _stages(shape, config, tied=tied)
     dense_copies = world_size // (tensor * config.pipeline_model_parallel_size)
@@ -119,12 +118,12 @@ def _numbers(
     expert_copies = world_size // (expert_ranks * config.pipeline_model_parallel_size)
     lora = config.lora
     adapted = set(lora.weights(shape)) if lora is not None else set()
-    for name in weight_map.megatron_names():
+    for name in weights.megatron_names():
         if stage not in stages(name) or (value_head and name == "output_layer.weight"):
             continue
-        lengths, is_expert = weight_map.megatron_shape(name), ".local_experts." in name
+        lengths, is_expert = weights.megatron_shape(name), ".local_experts." in name
         split = config.expert_tensor_size if is_expert else tensor
-        axis = weight_map.split_axis(name)
+        axis = weights.split_axis(name)
         own = tuple(length // split if place == axis else length for place, length in enumerate(lengths))
         held = math.prod(own) / (config.expert_model_parallel_size if is_expert else 1)
         copies = expert_copies if is_expert else dense_copies
@@ -135,12 +134,6 @@ def _numbers(
             yield lora.rank * sum(own), True, copies
     if value_head and stage == config.pipeline_model_parallel_size - 1:
         yield shape.hidden_size, True, dense_copies
-
-
-@functools.lru_cache(maxsize=2)
-def _weight_map(shape: ModelShape, padded_vocab_size: int) -> WeightMap:
-    """Of hundreds of experts it takes a second, and each stage asks."""
-    return WeightMap(shape, padded_vocab_size)
 
 
 def _stages(shape: ModelShape, config: MegatronConfig, *, tied: bool) -> Callable[[str], set[int]]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from slime_convert.shape import ModelShape
 from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError
-from slime_core.importing import without_collections
+from slime_core.importing import without_collections, without_packages
 from slime_core.types import Rendezvous
 from slime_core.user_functions import load_function
 from slime_megatron.config import MegatronConfig, flag_name
@@ -115,7 +115,8 @@ def start_worker(
     with warnings.catch_warnings():
         # Megatron warns six times that it goes on without these two, as we mean it to.
         warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).* not installed")
-        with without_collections():
+        # It has a use for these in its own trackers alone.
+        with without_collections(), without_packages("wandb", "tensorboard"):
             from slime_megatron.worker import MegatronWorker
 
     given = (config, algorithm, shape, rendezvous, device)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slime_convert.mapping import WeightMap
+from slime_convert.mapping import weight_map
 from slime_convert.shape import ModelShape
 
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -58,8 +58,8 @@ class Selection:
 
     def misfits(self, shape: ModelShape) -> Iterator[str]:
         """What is wrong for a model; a line each."""
-        names = list(WeightMap(shape).megatron_names())
         for flag, patterns in self._given():
+            names = list(weight_map(shape).megatron_names())
             unmatched = [pattern for pattern in patterns if not _matches([pattern], *names)]
             for pattern in unmatched:
                 yield (
@@ -125,9 +125,9 @@ class Lora:
 
     def sizes(self, shape: ModelShape) -> tuple[int, int]:
         """Numbers in the adapters, and in all weights of the model."""
-        weight_map = WeightMap(shape)
-        adapters = sum(self.rank * sum(weight_map.megatron_shape(name)) for name in self.weights(shape))
-        return adapters, sum(math.prod(weight_map.megatron_shape(name)) for name in weight_map.megatron_names())
+        weights = weight_map(shape)
+        adapters = sum(self.rank * sum(weights.megatron_shape(name)) for name in self.weights(shape))
+        return adapters, sum(math.prod(weights.megatron_shape(name)) for name in weights.megatron_names())
 
     def misfits(self, shape: ModelShape) -> Iterator[str]:
         """What is wrong for a model; a line each."""
@@ -150,14 +150,14 @@ class Lora:
 
 def _linear_weights(shape: ModelShape) -> list[str]:
     """The weights of the layers that can get adapters."""
-    names = (name for name in WeightMap(shape).megatron_names() if name.startswith("decoder."))
+    names = (name for name in weight_map(shape).megatron_names() if name.startswith("decoder."))
     return [name for name in names if name.endswith(tuple(f".{layer}.weight" for layer in _LINEAR))]
 
 
 def _hf_parts(shape: ModelShape) -> dict[str, set[str]]:
     """The last words of the Hugging Face layers that lie in a layer, by Megatron's last word."""
-    weight_map, found = WeightMap(shape), dict[str, set[str]]()
+    weights, found = weight_map(shape), dict[str, set[str]]()
     for name in _linear_weights(shape):
-        words = {part.split(".")[-2] for part in weight_map.hf_parts(name)}
+        words = {part.split(".")[-2] for part in weights.hf_parts(name)}
         found.setdefault(name.split(".")[-2], set()).update(words)
     return found

@@ -278,7 +278,7 @@ assert tokenizer.model_max_length == other.model_max_length
 """
 
 
-@pytest.mark.parametrize("name", ["TokenizersBackend", "PreTrainedTokenizerFast"])
+@pytest.mark.parametrize("name", ["TokenizersBackend", pytest.param("PreTrainedTokenizerFast", marks=pytest.mark.full)])
 def test_a_plain_tokenizer_is_what_transformers_chooses_without_torch(name, tokenizer_dir, tmp_path):
     for file in Path(tokenizer_dir).iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

@@ -21,25 +21,12 @@ from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.engine.router import Router
 from slime_rollout.engine.server import LOAD_FILES, EngineSpec, server_environment
-from slime_rollout.engine.template import imported_sglang
 from slime_rollout.supervise import reaper
-
-
-@pytest.fixture(scope="session")
-def engine_config(engine_python):
-    return EngineConfig(sglang_python=engine_python, engine_threads=1)
 
 
 @pytest.fixture(scope="session")
 def engine_environment(engine_config, tiny_model):
     return server_environment(engine_config, EngineSpec(model_path=tiny_model, port=1))
-
-
-@pytest.fixture(scope="session")
-def forking_config(engine_config, tiny_model):
-    """Engines that are forked from a process that has imported SGLang, as those of a run are."""
-    with imported_sglang(engine_config, EngineSpec(model_path=tiny_model)) as config:
-        yield config
 
 
 def pids_below():
@@ -51,12 +38,12 @@ def open_files():
 
 
 @pytest.fixture(scope="session")
-def fleet(forking_config, tiny_model, tmp_path_factory):
+def fleet(engine_config, tiny_model, tmp_path_factory):
     seen, before = [], pids_below()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody is there, and nobody may try
         fleet = EngineFleet.start(
-            dataclasses.replace(forking_config, sglang_args={"log-level": "debug"}),
+            dataclasses.replace(engine_config, sglang_args={"log-level": "debug"}),
             model_path=tiny_model,
             num_engines=2,
             dtype="float32",

@@ -167,7 +167,9 @@ def test_engines_have_the_new_models_log_probs_and_confirm(parts, transport):
     assert set(checksums) == (set(parts.model.state_dict()) if transport == "delta" else set())
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    "transport", [pytest.param(each, marks=[pytest.mark.full] * (each in ("disk", "delta"))) for each in TRANSPORTS]
+)
 def test_one_engine_alone_is_updated_by_a_channel_that_travelled(parts, transport):
     urls = parts.fleet.engine_urls[:1]
     channel = pickle.loads(pickle.dumps(parts.open(transport, urls)))
@@ -234,7 +236,7 @@ def test_a_prefix_that_the_old_weights_cached_is_not_met_by_requests_after_an_up
 
     def keep_busy(url):
         while not over.is_set():
-            generate(url, [request(PROMPTS[0], 7, 900)])
+            generate(url, [request(PROMPTS[0], 7, 450)])
 
     # Two for each engine: when one request has ended, the other runs.
     busy = [threading.Thread(target=keep_busy, args=(url,)) for url in (*urls, *urls)]

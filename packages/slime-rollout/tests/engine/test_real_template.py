@@ -27,9 +27,9 @@ def replies(engine):
     return found
 
 
-def test_a_forked_engine_answers_as_a_started_one_to_the_last_bit(forking_config, tiny_model, tmp_path):
+def test_a_forked_engine_answers_as_a_started_one_to_the_last_bit(engine_config, tiny_model, tmp_path):
     spec = EngineSpec(model_path=tiny_model, dtype="float32", seed=1)
-    configs = {"forked": forking_config, "started": dataclasses.replace(forking_config, template=None)}
+    configs = {"forked": engine_config, "started": dataclasses.replace(engine_config, template=None)}
     answers, ports, parents = {}, Ports(), {}
     for name, config in configs.items():
         with SGLangEngine.start(config, spec, log_path=tmp_path / name, ports=ports) as engine:

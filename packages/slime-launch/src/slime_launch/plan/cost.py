@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from slime_convert.mapping import WeightMap
+from slime_convert.mapping import weight_map
 from slime_convert.shape import ModelShape
 from slime_launch.config import Settings
 from slime_launch.devices import Device
@@ -257,7 +257,7 @@ def with_delta(ways: Sequence[Transport], settings: Settings, shape: ModelShape)
         disk,
         name="disk, delta",
         # Only what changed is sent: all of it at most, and less the smaller the steps are.
-        sent=disk.sent + DELTA_ENTRY * len(list(WeightMap(shape, shape.vocab_size).hf_names())),
+        sent=disk.sent + DELTA_ENTRY * len(list(weight_map(shape).hf_names())),
         # Read and applied to a whole copy on the engines' machine, too, which they load.
         seconds=disk.seconds + 2 * size / DISK,
         chosen=disk.chosen and settings.engine.update_weight_mode == "delta",

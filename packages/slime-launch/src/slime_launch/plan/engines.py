@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from slime_convert.errors import ConvertError
-from slime_convert.mapping import WeightMap
+from slime_convert.mapping import weight_map
 from slime_convert.quantize import read_format
 from slime_convert.shape import ModelShape
 from slime_launch.config import Settings
@@ -183,8 +183,8 @@ def _stored_weights(path: str, shape: ModelShape, width: int) -> int:
 @functools.cache
 def num_parameters(shape: ModelShape) -> int:
     """Numbers in all weights of the model, without padding of the vocabulary."""
-    weight_map = WeightMap(shape, shape.vocab_size)
-    return sum(math.prod(weight_map.megatron_shape(name)) for name in weight_map.megatron_names())
+    weights = weight_map(shape)
+    return sum(math.prod(weights.megatron_shape(name)) for name in weights.megatron_names())
 
 
 def kv_numbers(shape: ModelShape, ranks: int) -> int:

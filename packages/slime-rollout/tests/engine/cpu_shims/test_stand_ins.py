@@ -63,7 +63,7 @@ def test_the_interpreters_own_sitecustomize_still_runs(tmp_path):
     assert run(CPU_SHIMS, tmp_path) == "own\ngood\n"
 
 
-@pytest.mark.parametrize("library", [None, "broken", "fits"])
+@pytest.mark.parametrize("library", [None, pytest.param("broken", marks=pytest.mark.full), "fits"])
 def test_torchvision_has_its_operators_once(library, tmp_path):
     """Its library may be missing, may be of another build of torch, or fits and registers them."""
     (tmp_path / "torchvision").mkdir()
@@ -121,7 +121,7 @@ def test_what_compiles_is_left_out_and_functions_stay_as_they_are():
     assert run(CPU_SHIMS, code=LEFT_OUT) == "good\n"
 
 
-@pytest.mark.parametrize("case", ["asked for", "another release"])
+@pytest.mark.parametrize("case", [pytest.param("asked for", marks=pytest.mark.full), "another release"])
 def test_modules_are_imported_as_they_are(case, monkeypatch):
     """Where the user asks for it, and where the release is not the one that was tested."""
     code = "import torch.distributed.tensor as found; print(found.__file__ is not None)"
