@@ -65,6 +65,8 @@ include_patterns = [
     "packages/*/README.md",
     "packages/*/docs/*.md",
 ]
+# Environments and what runs leave: Sphinx looks into every directory, twice.
+exclude_patterns = [".*", "outputs", "runs", "**/__pycache__", "**/*.egg-info"]
 extensions = ["myst_parser", "sphinx.ext.napoleon", "autoapi.extension"]
 suppress_warnings = [
     "autoapi.python_import_resolution",  # names of modules that have no page

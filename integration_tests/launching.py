@@ -176,7 +176,7 @@ def wait_for(
     while not condition():
         alive, late = process.poll() is None, time.monotonic() > deadline
         assert alive and not late, f"{what}: never came\n{log.read_text(errors='replace')[-6000:]}"
-        time.sleep(0.05)
+        time.sleep(0.2)
 
 
 def tree(process: subprocess.Popen[bytes]) -> list[psutil.Process]:

@@ -20,7 +20,13 @@ import psutil
 import pytest
 from launching import wait_for
 
-RAY = Path(sys.executable).with_name("ray")
+# `ray start`, without what no run asks: the agents of metrics and the collectors of logs of six machines on one host.
+RAY = """
+from ray.scripts.scripts import main
+from slime_launch.ray_runtime import AGENT_WAITS, without_services
+with without_services(AGENT_WAITS):
+    main()
+"""
 PORT = 6379
 CABLE = "cable"
 DETOUR = "another"
@@ -82,7 +88,17 @@ class Machine:
 
     def join(self, *, head: str | None, cpus: int, directory: str) -> None:
         """Start its Ray node: the first of a cluster, or one more of the cluster that ``head`` began."""
-        words = [str(RAY), "start", "--block", "--node-ip-address", self.address, "--num-cpus", str(cpus)]
+        words = [
+            sys.executable,
+            "-c",
+            RAY,
+            "start",
+            "--block",
+            "--node-ip-address",
+            self.address,
+            "--num-cpus",
+            str(cpus),
+        ]
         words += ["--object-store-memory", str(OBJECT_STORE), "--disable-usage-stats"]
         words += ["--min-worker-port", str(RAY_PORTS[0]), "--max-worker-port", str(RAY_PORTS[-1])]
         if head is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from slime_core.types import Sample
@@ -11,3 +12,9 @@ def every_eighth_token(args: Any, sample: Sample) -> float:
     """The share of response tokens whose id is a multiple of eight: 1/8 by chance."""
     tokens = sample.response_tokens
     return sum(token % 8 == 0 for token in tokens) / max(len(tokens), 1)
+
+
+async def patiently(args: Any, sample: Sample) -> float:
+    """The same after a second, for runs that go on while a test waits for something else."""
+    await asyncio.sleep(1.0)
+    return every_eighth_token(args, sample)

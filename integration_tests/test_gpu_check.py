@@ -36,6 +36,7 @@ def results(path: Path) -> dict[tuple[str, str], str]:
     return {(row["check"], row["case"]): row["result"] for row in written["rows"]}
 
 
+@pytest.mark.full
 def test_a_part_of_it(tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     done = gpu_check("--device", "cpu", "--ranks", "1", "--only", "sharing", "offload", "push", "--output", str(output))

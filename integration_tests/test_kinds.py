@@ -111,7 +111,8 @@ def test_a_stopped_run_on_conversations_continues_bit_equal(chat: Assets, tmp_pa
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("loss", ["dpo_loss", pytest.param("rm_loss", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("loss", ["dpo_loss", "rm_loss"])
 def test_held_out_pairs_are_ordered(chat: Assets, tmp_path: Path, loss: str) -> None:
     on_data(chat, tmp_path, loss)
     first, last = plain(tmp_path, "eval")

@@ -26,6 +26,7 @@ pytestmark = [
 
 DIFFERENCE = "train/train_rollout_logprob_abs_diff"
 STALENESS = 2
+SLOWLY = ["--custom-rm-path", f"{Path(__file__).with_name('reward.py')}:patiently"]  # the test waits for Ray
 BESIDE = ["--async-buffer-size", "2", "--max-weight-staleness", str(STALENESS), "--use-tis", "--keep-rollouts"]
 LONG = 40  # rollouts: Ray notices a lost node after seconds
 HEALING = ["--use-fault-tolerance", "--rollout-health-check-interval", "2", "--rollout-health-check-timeout", "5"]
@@ -38,7 +39,9 @@ def test_ranks_and_engines_are_on_nodes_of_their_own_and_an_engines_node_is_lost
     """Nothing of the run but its launcher is on the first node. A node's default route leads to no other node."""
     sizes = ["--actor-num-nodes", "2", "--micro-batch-size", "32", "--rollout-num-gpus", "2"]
     same = ["--keep-old-actor", "--get-mismatch-metrics", "--advantage-estimator", "gspo", "--eps-clip", "0.05"]
-    command = train_command(qwen3, tmp_path, *sizes, *same, *HEALING, *BESIDE, rollouts=FOREVER, colocate=False)
+    command = train_command(
+        qwen3, tmp_path, *sizes, *same, *HEALING, *BESIDE, *SLOWLY, rollouts=FOREVER, colocate=False
+    )
     log = tmp_path / "log.txt"
     with machines(tmp_path, cpus=(0, 1, 1, 1, 1), detour=True) as cluster:
         with started(cluster.first.words(*command), log) as process:

@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--check", action="store_true", help="follow every link, but write no page: half the time")
     builder = "dummy" if (checks := parser.parse_args(argv).check) else "html"
     state = ROOT / "outputs" / "docs-state"
-    options = [f"--builder={builder}", "--fail-on-warning", "--keep-going", "--quiet", "--jobs=auto"]
+    options = [f"--builder={builder}", "--fail-on-warning", "--keep-going", "--quiet"]
     code = build_main([*options, f"--conf-dir={ROOT / 'docs'}", f"--doctree-dir={state}", str(ROOT), str(SITE)])
     if code == 0:
         print("the site's pages have no broken link" if checks else f"open {SITE / 'index.html'}")

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from slime_launch.cli import main
 from slime_launch.commands import COMMANDS
 from slime_rollout.engine.python import find_python
 from slime_rollout.engine.sglang_flags import installed_flags
@@ -38,19 +39,22 @@ def processes_with(mark: str) -> list[psutil.Process]:
 
 
 @pytest.fixture
-def refused(workspace, to_words, monkeypatch):
+def refused(workspace, to_words, monkeypatch, capfd):
     """Run a command that must be refused; gives its one line. It is not the first command with its SGLang."""
     installed_flags(find_python(None))
+    monkeypatch.chdir(workspace)
 
-    def run(flags: dict[str, str | None]) -> str:
+    def run(flags: dict[str, str | None], *, in_process: bool = True) -> str:
         before, mark = snapshot(workspace), uuid.uuid4().hex
         monkeypatch.setenv("SLIME_TEST_MARK", mark)
-        done = subprocess.run([*CLI, *to_words(flags)], capture_output=True, text=True, timeout=60, cwd=workspace)
-        assert done.returncode == 2, (done.stdout, done.stderr)
+        words = to_words(flags)
+        code = main(["train", *words]) if in_process else subprocess.run([*CLI, *words], timeout=60).returncode
+        out, err = capfd.readouterr()
+        assert code == 2, (out, err)
         assert processes_with(mark) == []
-        assert done.stdout == ""
-        lines = done.stderr.strip().splitlines()
-        assert len(lines) == 1, done.stderr
+        assert out == ""
+        lines = err.strip().splitlines()
+        assert len(lines) == 1, err
         assert lines[0].startswith("slime-launch: ")
         assert snapshot(workspace) == before
         return lines[0]
@@ -58,9 +62,10 @@ def refused(workspace, to_words, monkeypatch):
     return run
 
 
-def test_missing_data_file(refused, flags, workspace):
+@pytest.mark.parametrize("in_process", [True, False])
+def test_missing_data_file(refused, flags, workspace, in_process):
     flags["--prompt-data"] = str(workspace / "absent.jsonl")
-    assert "absent.jsonl does not exist" in refused(flags)
+    assert "absent.jsonl does not exist" in refused(flags, in_process=in_process)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from slime_launch.calls import Watch
 from slime_launch.config import ClusterConfig
 from slime_launch.engine_nodes import EngineRoom, NodeLauncher
 from slime_launch.placement import Placement, place_run, plan_layout
-from slime_launch.ray_runtime import keep_to_this_user
+from slime_launch.ray_runtime import AGENT_WAITS, keep_to_this_user, without_services
 from slime_rollout.engine import EngineStartError, NoRoomError
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.server import EngineSpec, SGLangEngine, equal_specs
@@ -36,10 +36,13 @@ def cluster(monkeypatch):
 
     for name, value in {"period_ms": 500, "timeout_ms": 1000, "failure_threshold": 3}.items():
         monkeypatch.setenv(f"RAY_health_check_{name}", str(value))
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    try:
+    settings = {"enable_worker_prestart": False}
+    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": settings}
+    with without_services(AGENT_WAITS):  # which take longer than all else here
+        cluster = Cluster(initialize_head=True, head_node_args=head)
         for _ in range(2):
             cluster.add_node(num_cpus=4, num_gpus=4)
+    try:
         ray.init(address=cluster.address, log_to_driver=False)
         yield cluster
     finally:

@@ -149,7 +149,9 @@ OF_TRAINERS = ("train ", "trained ", "push ", "save ", "saved ", "generate ", "e
 """Points at which trainers may be lost: their calls, and where they are only looked at."""
 
 
-@pytest.mark.parametrize("in_background", [False, True], ids=["no async save", "save"])
+@pytest.mark.parametrize(
+    "in_background", [pytest.param(False, marks=pytest.mark.full), True], ids=["no async save", "save"]
+)
 def test_trainers_lost_anywhere_are_started_again_and_it_ends_the_same(
     clock, flags, launch, tmp_path, monkeypatch, in_background
 ):

@@ -131,7 +131,7 @@ def _start(options: dict[str, Any], *, agent_waits: int) -> Any:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray  # reads its settings from the environment, once
 
-    alone = contextlib.nullcontext() if "address" in options else _without_services(agent_waits)
+    alone = contextlib.nullcontext() if "address" in options else without_services(agent_waits)
     try:
         _knock(options.get("address", ""))
         with alone:
@@ -151,7 +151,7 @@ def _start(options: dict[str, Any], *, agent_waits: int) -> Any:
 
 
 @contextlib.contextmanager
-def _without_services(agent_waits: int) -> Iterator[None]:
+def without_services(agent_waits: int) -> Iterator[None]:
     """Start a Ray of this process's own without what only serves a cluster, for the length of the block.
 
     That is the autoscaler's monitor, the collector of logs, and the API server, which Ray starts even where it has no

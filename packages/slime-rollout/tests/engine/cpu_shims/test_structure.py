@@ -46,7 +46,7 @@ print("good")
 
 
 def test_it_is_what_transformers_finds_and_is_kept_where_there_is_a_place(tmp_path):
-    """A file that is not ours is read anew."""
+    """What lies there and is not ours is read again."""
     kept, nowhere = tmp_path / "kept", tmp_path / "nowhere"
     nowhere.mkdir()
     (nowhere / "slime").write_text("no directory")
