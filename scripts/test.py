@@ -25,7 +25,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -39,6 +39,7 @@ FULL_FACTOR = 6.0
 LAST_WORDS_SECONDS = 15.0
 LINE_CHARACTERS = 300
 INSTALL_SECONDS = 600.0
+LANES = 3
 MARKS = ["-m", "not full", "--hypothesis-profile=few"]
 NO_TESTS = 5  # pytest's exit code
 
@@ -51,13 +52,11 @@ class Env:
         name: As in `[tool.tox]`.
         minutes: Longest time it may take, generous because machines are shared. The longest begin first.
         engine: Its tests need `.venv-engine`.
-        servers: They start SGLang's servers: no two of these run at the same time.
     """
 
     name: str
     minutes: float
     engine: bool = False
-    servers: bool = False
 
 
 ENVS = (
@@ -65,9 +64,9 @@ ENVS = (
     Env("core", 20),
     Env("convert", 30),
     Env("megatron", 45),
-    Env("rollout", 45, engine=True, servers=True),
+    Env("rollout", 45, engine=True),
     Env("launch", 40, engine=True),
-    Env("integration", 75, engine=True, servers=True),
+    Env("integration", 75, engine=True),
 )
 
 
@@ -322,7 +321,7 @@ def parse(argv: Sequence[str]) -> Request:
 
 
 def run_all(envs: Sequence[Env], pytest_args: Sequence[str], factor: float, processes: Processes) -> list[Result]:
-    """Run them in two lanes: those that start servers, which wait a good part of their time, and the others."""
+    """Run them in three lanes, the longest first: tests wait a good part of their time, for processes and timeouts."""
 
     def one(env: Env) -> Result:
         result = run_env(env, pytest_args, recreate=stale(env), factor=factor, processes=processes)
@@ -333,23 +332,8 @@ def run_all(envs: Sequence[Env], pytest_args: Sequence[str], factor: float, proc
     if any(env.engine for env in queue) and build_engine(processes) != 0:
         results.append(Result("engine", 0, 1, 0, 0.0, "could not build .venv-engine"))
         queue = [env for env in queue if not env.engine]
-    with_servers = deque(env for env in queue if env.servers)
-    others = deque(env for env in queue if not env.servers)
-
-    def lane(*queues: deque[Env]) -> list[Result]:
-        return [one(env) for env in iter(lambda: _take(*queues), None)]
-
-    with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
-        lanes = [pool.submit(lane, with_servers, others), pool.submit(lane, others)]
-        return results + [result for done in lanes for result in done.result()]
-
-
-def _take(*queues: deque[Env]) -> Env | None:
-    """The next environment of the first queue that has one."""
-    for queue in queues:
-        with suppress(IndexError):
-            return queue.popleft()
-    return None
+    with concurrent.futures.ThreadPoolExecutor(max_workers=LANES) as pool:
+        return results + list(pool.map(one, queue))
 
 
 def run_changed(request: Request, processes: Processes) -> list[Result]:
