@@ -1,8 +1,9 @@
 import gc
+import sys
 
 import pytest
 
-from slime_core.importing import without_collections
+from slime_core.importing import without_collections, without_packages
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -18,3 +19,16 @@ def test_garbage_is_collected_again_after_an_import_that_fails(enabled):
     finally:
         gc.enable() if was else gc.disable()
         gc.unfreeze()
+
+
+def test_a_package_is_absent_in_the_block_alone_and_stays_where_it_was_imported(monkeypatch):
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    import json
+
+    with without_packages("colorsys", "json"):
+        with pytest.raises(ImportError):
+            import colorsys
+        assert sys.modules["json"] is json
+    import colorsys
+
+    assert colorsys.rgb_to_hsv(0, 0, 0) == (0, 0, 0)

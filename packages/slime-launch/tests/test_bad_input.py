@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import uuid
 from pathlib import Path
 
@@ -52,6 +53,7 @@ def refused(workspace, to_words, monkeypatch, capfd):
         out, err = capfd.readouterr()
         assert code == 2, (out, err)
         assert processes_with(mark) == []
+        assert list(Path(tempfile.gettempdir()).glob(f"slime-ray-{os.getpid()}-*")) == []
         assert out == ""
         lines = err.strip().splitlines()
         assert len(lines) == 1, err

@@ -1,26 +1,64 @@
-"""The process that holds a run together. Started by `cli`, below a supervisor."""
+"""The process that holds a run together. Started by `train`, below a supervisor, while the command is checked.
+
+It is given a directory: what is in ``CLUSTER`` says with what to start a Ray of its own, and ``CHECKED`` comes when the
+command is checked. If it does not come, the starter ends this process, and says why.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import signal
 import sys
+import time
+import types
 from pathlib import Path
+from typing import Any, NoReturn
 
 from slime_core.importing import without_collections
-from slime_launch.calls import Watch
+from slime_launch.calls import SIGNALS, Watch, leave
+
+CLUSTER, CHECKED = "cluster.pickle", "checked.pickle"
+POLL_SECONDS = 0.01
 
 
 def main() -> int:
-    """Listen to signals before anything that takes time, then run what the command's own process has checked."""
-    watch = Watch()
-    watch.listen(at_once=True)
+    """Listen to signals before anything that takes time, start Ray, then run what the starter has checked."""
+    directory = Path(sys.argv[1])
+    listen(directory)
     with without_collections():
+        from slime_launch.ray_runtime import RayAhead
         from slime_launch.run import run
 
-    with Path(sys.argv[1]).open("rb") as file:
-        checked = pickle.load(file)  # noqa: S301  # of this process's parent
-    return run(checked, watch)
+    ahead = None
+    if (directory / CLUSTER).exists():
+        with contextlib.redirect_stdout(sys.stderr):
+            ahead = RayAhead(read(directory / CLUSTER), directory)
+        listen(directory)  # Ray has done so meanwhile
+    while not (directory / CHECKED).exists():
+        time.sleep(POLL_SECONDS)
+    watch = Watch()
+    watch.listen(at_once=True)
+    with ahead or contextlib.nullcontext():
+        return run(read(directory / CHECKED), watch, ahead)
+
+
+def listen(directory: Path) -> None:
+    """End this process when a signal comes; a command that is still being checked says nothing then."""
+
+    def end(signum: int, frame: types.FrameType | None) -> NoReturn:
+        if (directory / CHECKED).exists():
+            leave(signum, frame)
+        os._exit(128 + signum)
+
+    for signum in SIGNALS:
+        signal.signal(signum, end)
+
+
+def read(path: Path) -> Any:
+    """What the starter has written."""
+    return pickle.loads(path.read_bytes())  # noqa: S301  # of this process's parent
 
 
 if __name__ == "__main__":

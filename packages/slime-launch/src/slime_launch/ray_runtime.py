@@ -65,8 +65,10 @@ class RayRuntime:
 
 
 @contextlib.contextmanager
-def ray_runtime(cluster: ClusterConfig, *, address: str | None) -> Iterator[RayRuntime]:
+def ray_runtime(cluster: ClusterConfig, *, address: str | None, directory: Path | None = None) -> Iterator[RayRuntime]:
     """Start Ray inside this process, or join the cluster at ``address``, for the length of the block.
+
+    A Ray of this process's own has its files in ``directory``, or in one that is removed afterwards.
 
     Raises:
         PlacementError: Ray does not start, or the cluster does not answer.
@@ -74,7 +76,7 @@ def ray_runtime(cluster: ClusterConfig, *, address: str | None) -> Iterator[RayR
     """
     with contextlib.ExitStack() as stack:
         if address is None:
-            options = _embedded_options(cluster, stack.enter_context(_temp_dir()))
+            options = _embedded_options(cluster, directory or stack.enter_context(temp_dir()))
         else:
             if _cluster_token():
                 os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -83,6 +85,26 @@ def ray_runtime(cluster: ClusterConfig, *, address: str | None) -> Iterator[RayR
         stack.callback(ray.shutdown)
         processes = _own_processes() if address is None else {}
         yield RayRuntime(cuda=ray.cluster_resources().get("GPU", 0) > 0, processes=processes)
+
+
+class RayAhead(contextlib.AbstractContextManager[RayRuntime]):
+    """A Ray of this process's own that starts when this is made, before the block; errors are raised in the block."""
+
+    def __init__(self, cluster: ClusterConfig, directory: Path) -> None:
+        self._stack = contextlib.ExitStack()
+        self._error: BaseException | None = None
+        try:
+            self._runtime = self._stack.enter_context(ray_runtime(cluster, address=None, directory=directory))
+        except (PlacementError, Stopped) as error:
+            self._error = error
+
+    def __enter__(self) -> RayRuntime:
+        if self._error is not None:
+            raise self._error
+        return self._runtime
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
 
 @functools.cache
@@ -242,7 +264,7 @@ def _embedded_options(cluster: ClusterConfig, directory: Path) -> dict[str, Any]
 
 
 @contextlib.contextmanager
-def _temp_dir() -> Iterator[Path]:
+def temp_dir() -> Iterator[Path]:
     """A short-named directory that is removed afterwards, along with those of runs that were killed."""
     base = Path(tempfile.gettempdir())
     base = base if len(str(base)) <= MAX_TEMP_DIR else Path("/tmp")

@@ -38,7 +38,7 @@ from slime_launch.placement import (
 )
 from slime_launch.plan.engines import engine_weights
 from slime_launch.preflight import Checked, look_again
-from slime_launch.ray_runtime import cluster_notices, ray_runtime
+from slime_launch.ray_runtime import RayAhead, cluster_notices, ray_runtime
 from slime_launch.report import make_report, report_lines, write_report
 from slime_launch.resolved import write_resolved
 from slime_launch.resume import RunState, start_notes
@@ -67,8 +67,8 @@ from slime_rollout.generation_service import TURNS_FILE, GenerationSpec
 GIVE_UP_SECONDS = 30.0  # to leave an update of weights that an engine does not answer
 
 
-def run(checked: Checked, watch: Watch) -> int:
-    """Run a command that was checked, to its end; ``watch`` listens to signals already.
+def run(checked: Checked, watch: Watch, ahead: RayAhead | None = None) -> int:
+    """Run a command that was checked, to its end; ``watch`` listens to signals already. Ray may be there ``ahead``.
 
     Returns:
         0; 1 if a part of the run failed; 2 if it could not be started; 3 if the trainers were lost too often; 128 + n
@@ -86,7 +86,7 @@ def run(checked: Checked, watch: Watch) -> int:
             # What Ray prints goes to a file, which stays open: Ray still holds it when the interpreter exits.
             ray_log = (output_dir / "logs" / "ray.log").open("a")
             with contextlib.redirect_stdout(ray_log):
-                drive(checked, output_dir, console, watch)
+                drive(checked, output_dir, console, watch, ahead)
     except Stopped as stopped:
         sys.stderr.write(stopped_line(stopped.signum))
         return stopped.exit_code
@@ -102,7 +102,7 @@ def run(checked: Checked, watch: Watch) -> int:
     return 0
 
 
-def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch) -> None:
+def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch, ahead: RayAhead | None = None) -> None:
     """Start everything, turn the crank, stop everything, report.
 
     Raises:
@@ -134,6 +134,7 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch)
                 console=console,
                 watch=watch,
                 stack=stack,
+                ahead=ahead,
             )
             tracker = Tracker(
                 output_dir,
@@ -218,8 +219,9 @@ def start(
     console: RunConsole,
     watch: Watch,
     stack: contextlib.ExitStack,
+    ahead: RayAhead | None = None,
 ) -> tuple[TrainerGroup, RolloutWorker]:
-    """Start Ray, and then engines and trainer ranks side by side; ``stack`` gets the way to stop each.
+    """Start Ray, unless it is there, then engines and trainer ranks side by side; ``stack`` gets the way to stop each.
 
     Raises:
         PlacementError: No cluster, no room, or GPUs would be shared.
@@ -233,7 +235,7 @@ def start(
             "the Ray that a run starts by itself; set RAY_ADDRESS to a cluster's, of `ray start --head`"
         )
     with console.wait("start Ray", done="started Ray"):
-        runtime = stack.enter_context(ray_runtime(cluster, address=address))
+        runtime = stack.enter_context(ahead or ray_runtime(cluster, address=address))
         watch.add(runtime.check)
         watch.listen(at_once=False)
     layout = plan_layout(cluster, cuda=runtime.cuda, trains=settings.trains)

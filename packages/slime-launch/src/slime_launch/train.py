@@ -7,9 +7,8 @@ import dataclasses
 import os
 import pickle
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ from slime_launch.config_file import with_config
 from slime_launch.flags import OTHERS, command, read_train
 
 if TYPE_CHECKING:
-    from slime_launch.config import Settings
+    from slime_launch.config import ClusterConfig, Settings
     from slime_launch.preflight import Checked
 
 STOP_SECONDS = 10.0
@@ -53,7 +52,11 @@ def train(argv: list[str]) -> int:
             print("\n".join(lines(argv)))
             return 0
     settings, contradictions = read_train(argv)
-    with contextlib.nullcontext(settings) if contradictions else importing_sglang(settings) as settings:
+    with contextlib.ExitStack() as stack:
+        run: Callable[[Checked, Path], int] = supervise
+        if not contradictions and not os.environ.get("RAY_ADDRESS"):
+            settings = stack.enter_context(importing_sglang(settings))
+            run = stack.enter_context(starting(settings.placed))
         from slime_launch.preflight import preflight, with_output
         from slime_launch.report import report_if_finished
 
@@ -62,7 +65,7 @@ def train(argv: list[str]) -> int:
         output_dir = output_dir or f"outputs/{time.strftime('%Y%m%d-%H%M%S')}"
         if checked.manifest is not None and report_if_finished(checked, Path(output_dir)):
             return 0
-        return supervise(with_output(checked, output_dir), Path(output_dir))
+        return run(with_output(checked, output_dir), Path(output_dir))
 
 
 @contextlib.contextmanager
@@ -86,17 +89,38 @@ def importing_sglang(settings: Settings) -> Iterator[Settings]:
 
 def supervise(checked: Checked, output_dir: Path) -> int:
     """Run what was checked below a supervisor, which ends all that is left of it; the exit code."""
-    from slime_rollout.supervise import run_under_supervisor
+    with starting(None) as run:
+        return run(checked, output_dir)
 
-    with tempfile.NamedTemporaryFile(prefix="slime-launch-", suffix=".pickle") as file:
-        pickle.dump(checked, file)
-        file.flush()
-        driver = [sys.executable, "-m", "slime_launch.driver", file.name]
-        code = run_under_supervisor(driver, grace=STOP_SECONDS)
-    if code in KILLED:
-        print(
-            f"slime-launch: the run's main process was ended by signal {code - 128} (out of memory?); everything it "
-            f"started was stopped, and the same command goes on from --save; logs: {output_dir}/logs",
-            file=sys.stderr,
-        )
-    return code
+
+@contextlib.contextmanager
+def starting(cluster: ClusterConfig | None) -> Iterator[Callable[[Checked, Path], int]]:
+    """Start the process of a run, and a Ray of its own with ``cluster``, while the command is checked.
+
+    Gives what runs the command then, as :func:`supervise`. Left without, the process is killed.
+    """
+    from slime_launch.driver import CHECKED, CLUSTER
+    from slime_launch.ray_runtime import temp_dir
+    from slime_rollout.supervise import under_supervisor
+
+    with temp_dir() as directory:
+        if cluster is not None:
+            (directory / CLUSTER).write_bytes(pickle.dumps(cluster))
+        driver = [sys.executable, "-m", "slime_launch.driver", str(directory)]
+        with under_supervisor(driver, grace=STOP_SECONDS) as wait:
+
+            def run(checked: Checked, output_dir: Path) -> int:
+                partial = directory / "partial"
+                partial.write_bytes(pickle.dumps(checked))
+                partial.rename(directory / CHECKED)
+                code = wait()
+                if code in KILLED:
+                    print(
+                        f"slime-launch: the run's main process was ended by signal {code - 128} (out of memory?); "
+                        "everything it started was stopped, and the same command goes on from --save; logs: "
+                        f"{output_dir}/logs",
+                        file=sys.stderr,
+                    )
+                return code
+
+            yield run

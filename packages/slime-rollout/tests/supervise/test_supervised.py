@@ -312,7 +312,19 @@ def test_pipe_does_not_leak_into_other_programs():
             other.wait()
 
 
-TOP = "from slime_rollout.supervise import run_under_supervisor\nsys.exit(run_under_supervisor(command, grace=1.0))"
+TOP = """
+from slime_rollout.supervise import under_supervisor
+with under_supervisor(command, grace=1.0) as wait:
+    code = wait()
+sys.exit(code)
+"""
+LEFT = """
+from slime_rollout.supervise import under_supervisor
+with under_supervisor(command, grace=60.0):
+    input()
+print("left", flush=True)
+input()
+"""
 
 
 @pytest.fixture
@@ -397,3 +409,16 @@ def test_exit_code_is_passed_on(marked):
     with marked.starter(TOP, then="sys.exit(5)") as top:
         assert top.wait(20) == 5
     assert marked.pids() == []
+
+
+def test_a_block_that_is_left_without_waiting_kills_everything(marked):
+    body = {"then": "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"}
+    with marked.starter(LEFT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **body) as top:
+        marked.wait_ready()
+        started = time.monotonic()
+        top.stdin.write(b"\n")
+        top.stdin.flush()
+        assert top.stdout.readline() == b"left\n"
+        assert time.monotonic() - started < 20
+        assert marked.pids() == [top.pid]
+        top.kill()

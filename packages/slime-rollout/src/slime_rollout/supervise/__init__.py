@@ -158,7 +158,8 @@ class Supervised:
 
     def kill(self) -> None:
         """Have the whole tree ended by SIGKILL, without waiting; this also ends processes stopped by SIGSTOP."""
-        for signum in (signal.SIGCONT, signal.SIGTERM, signal.SIGINT):  # the supervisor may be stopped, too
+        # The supervisor may be stopped, too. A second signal has it hurry, and Python says nothing of the first one.
+        for signum in (signal.SIGCONT, signal.SIGHUP, signal.SIGTERM):
             self._process.send_signal(signum)
 
     def request_stop(self) -> None:
@@ -198,33 +199,43 @@ class Supervised:
         self.stop()
 
 
-def run_under_supervisor(command: Sequence[str], *, grace: float = 10.0) -> int:
-    """Run a command; return its exit code (128 + n for signal n) when it and everything it started is gone.
+@contextlib.contextmanager
+def under_supervisor(command: Sequence[str], *, grace: float = 10.0) -> Iterator[Callable[[], int]]:
+    """Start a command, and end it with the block; gives a function that waits for its end and returns its exit code.
 
-    The first SIGINT, SIGTERM or SIGHUP is passed to the command, which gets ``grace`` seconds to end in order; a second
-    one ends the tree at once. A command that had to be killed then has the first signal's code. If this process is
-    killed, the supervisor ends the tree; if the supervisor is killed, this process does. It takes over the whole
-    process: call it from a main thread that has started no other children.
+    That code is 128 + n for signal n, and comes when the command and everything that this process started is gone.
+    While it is waited for, the first SIGINT, SIGTERM or SIGHUP is passed to the command, which gets ``grace`` seconds
+    to end in order; a second one ends the tree at once. A command that had to be killed then has the first signal's
+    code. If this process is killed, the supervisor ends the tree; if the supervisor is killed, this process does. It
+    takes over the whole process: call it from a main thread. A block that is left without waiting kills the tree.
 
     Args:
         command: Program and arguments. It inherits standard input and output, but runs in a session of its own.
         grace: Seconds between SIGTERM and SIGKILL, for the command and then for what it leaves behind.
     """
     reaper.become_subreaper()
-    received: list[int] = []
-    with _forwarding(received) as attach:
-        supervised = Supervised.start(command, grace=grace, stdin=None)
-        attach(supervised)
-        code = supervised.wait()
-        left = {process.pid for process in reaper.descendants(os.getpid())}  # of a supervisor that was killed itself
-        reaper.end_descendants(grace, reap=lambda: list(reaper.ended_children()), hurry=lambda: len(received) > 1)
-        reaper.remove_torch_memory(left)
-    if code < 0:
-        print(f"the supervisor was ended by signal {-code}; everything below it was stopped", file=sys.stderr)
-        return 128 - code
-    if received and code == 128 + signal.SIGKILL:  # by the supervisor: memory was not short
-        return 128 + received[0]
-    return code
+    supervised = Supervised.start(command, grace=grace, stdin=None)
+
+    def wait() -> int:
+        received: list[int] = []
+        with _forwarding(received) as attach:
+            attach(supervised)
+            code = supervised.wait()
+            left = {process.pid for process in reaper.descendants(os.getpid())}  # of a supervisor that was killed
+            reaper.end_descendants(grace, reap=lambda: list(reaper.ended_children()), hurry=lambda: len(received) > 1)
+            reaper.remove_torch_memory(left)
+        if code < 0:
+            print(f"the supervisor was ended by signal {-code}; everything below it was stopped", file=sys.stderr)
+            return 128 - code
+        if received and code == 128 + signal.SIGKILL:  # by the supervisor: memory was not short
+            return 128 + received[0]
+        return code
+
+    try:
+        yield wait
+    finally:
+        supervised.kill()
+        supervised.wait()
 
 
 @contextlib.contextmanager

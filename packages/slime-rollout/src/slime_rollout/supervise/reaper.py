@@ -201,7 +201,7 @@ class Supervisor:
     def _spawn(self) -> int:
         """Start the command; returns its process id."""
         # This process has one thread, so here the parent-death signal does follow the process. It asks the command
-        # to end if somebody kills the supervisor; a subreaper above (`run_under_supervisor`) then ends the rest.
+        # to end if somebody kills the supervisor; a subreaper above (`under_supervisor`) then ends the rest.
         ask = functools.partial(_prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
         # The object is kept: when it is dropped, it reaps a command that has already ended, and its exit code is lost.
         self.process = subprocess.Popen(self.command, preexec_fn=ask)
