@@ -238,6 +238,12 @@ def under_supervisor(command: Sequence[str], *, grace: float = 10.0) -> Iterator
         supervised.wait()
 
 
+def run_under_supervisor(command: Sequence[str], *, grace: float = 10.0) -> int:
+    """Run a command to its end as :func:`under_supervisor` does; its exit code."""
+    with under_supervisor(command, grace=grace) as wait:
+        return wait()
+
+
 @contextlib.contextmanager
 def _forwarding(received: list[int]) -> Iterator[Callable[[Supervised], None]]:
     """Pass signals to the supervised tree that the yielded function is given; put the old handlers back at the end.
