@@ -34,6 +34,7 @@ def test_a_run_joins_a_cluster_and_leaves_it_as_it_was(end: str, qwen3: Assets, 
     assert not joined.memory_left
 
 
+@pytest.mark.full
 @pytest.mark.real
 @pytest.mark.timeout(600)
 def test_a_command_on_a_head_without_a_gpu_is_for_the_clusters_gpus(qwen3: Assets, tmp_path: Path) -> None:

@@ -37,18 +37,19 @@ def test_ranks_and_engines_are_on_nodes_of_their_own_and_an_engines_node_is_lost
     end: str, qwen3: Assets, tmp_path: Path
 ) -> None:
     """Nothing of the run but its launcher is on the first node. A node's default route leads to no other node."""
-    sizes = ["--actor-num-nodes", "2", "--micro-batch-size", "32", "--rollout-num-gpus", "2"]
+    ranks = 1 if end == "dies" else 2
+    sizes = ["--actor-num-nodes", str(ranks), "--micro-batch-size", "32", "--rollout-num-gpus", "2"]
     same = ["--keep-old-actor", "--get-mismatch-metrics", "--advantage-estimator", "gspo", "--eps-clip", "0.05"]
     command = train_command(
         qwen3, tmp_path, *sizes, *same, *HEALING, *BESIDE, *SLOWLY, rollouts=FOREVER, colocate=False
     )
     log = tmp_path / "log.txt"
-    with machines(tmp_path, cpus=(0, 1, 1, 1, 1), detour=True) as cluster:
+    with machines(tmp_path, cpus=(0, 1, 1, *[1] * ranks), detour=True) as cluster:
         with started(cluster.first.words(*command), log) as process:
             until = Watching(tmp_path, process, log)
             until.trained(1)
             text = log.read_text()
-            assert text.count("(trainer ranks: 1, for engines: 0)") == 2
+            assert text.count("(trainer ranks: 1, for engines: 0)") == ranks
             assert text.count("(trainer ranks: 0, for engines: 1)") == 2
             for machine in cluster.all:
                 assert not list(wider(machine))

@@ -66,7 +66,12 @@ def hub(workspace, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "given", [{"--load": NAME}, {"--load": OTHER}, {"--load": "/there/later", "--ref-load": OTHER}]
+    "given",
+    [
+        {"--load": NAME},
+        pytest.param({"--load": OTHER}, marks=pytest.mark.full),
+        pytest.param({"--load": "/there/later", "--ref-load": OTHER}, marks=pytest.mark.full),
+    ],
 )
 def test_a_plan_downloads_no_weights(hub, flags, to_words, tmp_path, given):
     address, asked = hub

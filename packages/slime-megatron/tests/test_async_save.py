@@ -29,7 +29,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.full] * ("bias" in name)) for name in LAYOUTS]
+)
 def test_training_goes_on_while_it_is_written(
     ranks, tiny_model, tiny_config, make_samples, make_shards, tmp_path, layout
 ):

@@ -91,7 +91,7 @@ def engine_ranks(rank_group, engine_pool, monkeypatch):
     ("name", "layout"),
     [
         pytest.param("glm4", {}, marks=pytest.mark.full),
-        ("deepseek-mtp", TP2_SP),
+        pytest.param("deepseek-mtp", TP2_SP, marks=pytest.mark.full),
         ("qwen3-moe", EP2),
         pytest.param("qwen3-moe", TP2_SP, marks=pytest.mark.full),
         pytest.param("glm4-moe", TP2_SP | EP2 | {"expert_tensor_parallel_size": 1}, marks=pytest.mark.full),

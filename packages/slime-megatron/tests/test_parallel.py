@@ -24,9 +24,9 @@ SHOWN = {
         "recomputed mlp",
         "shared prompts, pp2+vpp2",
     ),
+    "qwen3-moe/4": ("tp2+sp, dp2, ep2",),
     "deepseek/4": (
         "cp2",
-        "tp2+sp, dp2, ep2",
         "dynamic micro-batches, ep2",
         "uneven ranks, ep2",
         "recomputed experts",
@@ -38,11 +38,11 @@ SHOWN = {
 
 
 def is_shown(name, layout):
-    return layout in SHOWN.get(name, ()) or layout == "dp2"
+    return layout in SHOWN.get(name, ()) or (layout == "dp2" and name != "glm4-moe/4")
 
 
 IN_BF16 = ("tp2+sp", "pp2+vpp2", "cp2", "dp2+dist-opt", "ep2", "shared prompts")
-SHOWN_IN_BF16 = (("qwen3/4", "tp2+sp"),)
+SHOWN_IN_BF16 = (("llama-tied/4", "dp2+dist-opt"),)
 # With 1e-3 and more rounding also moves tokens over the clip range of the ratio within three steps.
 BF16_LR = 1e-5
 

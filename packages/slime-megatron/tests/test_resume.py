@@ -14,7 +14,7 @@ from slime_core.config import AlgorithmConfig
 from slime_megatron.checkpoint import TRACKER, find_checkpoint
 
 GRPO = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
-ROLLOUTS = 4
+ROLLOUTS = 3
 KINDS = [
     ("llama-tied/4", "pp2+vpp2", {"use_distributed_optimizer": True}),
     ("qwen3-moe/4", "ep2", {"bf16": True, "async_save": True}),

@@ -227,8 +227,7 @@ def start(
         PlacementError: No cluster, no room, or GPUs would be shared.
         SlimeError: A part does not come up, with the end of its log.
     """
-    settings, cluster = checked.settings, checked.settings.placed
-    address = os.environ.get("RAY_ADDRESS")
+    settings, cluster, address = checked.settings, checked.settings.placed, os.environ.get("RAY_ADDRESS")
     if cluster.spare_gpus and address is None:
         raise PlacementError(
             f"--rollout-max-num-gpus {cluster.rollout_max_num_gpus} adds engines as nodes join, and no node can join "
@@ -243,8 +242,8 @@ def start(
     for note in layout_notes(layout, hands_over=settings.trainer_sleeps or settings.engines_sleep):
         console.line(note)
     with console.wait("wait for room on the Ray cluster") as wait:
-        grows = cluster.spare_gpus > 0
-        place = place_run(layout, timeout=cluster.ray_placement_timeout, watch=watch, on_wait=wait.update, grows=grows)
+        how: dict[str, Any] = {"grows": cluster.spare_gpus > 0, "timeout": cluster.ray_placement_timeout}
+        place = place_run(layout, watch=watch, on_wait=wait.update, **how)
     room = None
     if place.on_several_nodes:
         watch.nodes = lambda: set(bundle_nodes(place.group).values())

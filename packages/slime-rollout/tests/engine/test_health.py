@@ -230,7 +230,9 @@ def test_a_stopped_engine_is_noticed_within_the_limit_killed_and_replaced(fleet)
     assert f"gave no good answer within {TIMEOUT:g} s" in read_events(fleet.logs)[since]["detail"]
 
 
-@pytest.mark.parametrize("behaviour", [{"health": "slow", "seconds": 1.0}, {"health": "flapping"}])
+@pytest.mark.parametrize(
+    "behaviour", [pytest.param({"health": "slow", "seconds": 1.0}, marks=pytest.mark.full), {"health": "flapping"}]
+)
 def test_an_engine_that_is_slow_or_answers_the_second_time_is_left_alone(tmp_path, behaviour):
     with running(tmp_path, rollout_health_check_timeout=MARGIN) as fleet:
         since = fleet.now()
@@ -387,7 +389,7 @@ def test_a_failed_update_names_its_reason_and_none_of_its_engines_serves(fleet):
     assert {fleet.generate()["version"] for _ in range(8)} == {str(version)}
 
 
-@pytest.mark.parametrize("hangs", ["scheduler", "update"])
+@pytest.mark.parametrize("hangs", ["scheduler", pytest.param("update", marks=pytest.mark.full)])
 def test_an_engine_that_hangs_amid_an_update_holds_nobody_up(fleet, hangs):
     """Its scheduler, so that only `/health` is answered, which is all that is asked then; or nothing but the update."""
     version, since, url = next(VERSIONS), fleet.now(), fleet.url(0)

@@ -20,7 +20,9 @@ pytestmark = pytest.mark.timeout(90)
 SESSIONS = [f"session {number}" for number in range(16)]
 
 
-@pytest.mark.parametrize("policy", SESSION_POLICIES)
+@pytest.mark.parametrize(
+    "policy", [pytest.param(one, marks=[pytest.mark.full] * (one != "consistent_hashing")) for one in SESSION_POLICIES]
+)
 def test_a_session_stays_at_one_engine_and_moves_on_when_that_dies(router, worker, ask, policy):
     one, other = worker("one"), worker("other")
     running = router(router_policy=policy)
