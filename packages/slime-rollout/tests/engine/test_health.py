@@ -506,7 +506,7 @@ def test_a_router_that_dies_before_the_engines_are_up_ends_the_start(tmp_path):
 
     def kill(ready, total, seconds):
         supervisors = [pid for pid in fleet.left() if "launch_router" in command(pid) and "reaper.py" in command(pid)]
-        for process in reaper.descendants(supervisors[0]) if ready else []:
+        for process in reaper.descendants(supervisors[0]) if ready and supervisors else []:
             os.kill(process.pid, signal.SIGKILL)
 
     with pytest.raises(EngineDiedError, match=r"sglang-router .* ended by itself \(exit code 137\)"):
