@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-settings.register_profile("few", settings.get_profile("ci"), max_examples=20)
+settings.register_profile("few", settings.get_profile("ci"), max_examples=10)

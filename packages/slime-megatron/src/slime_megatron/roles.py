@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -68,24 +70,36 @@ class TrainedModel:
                     "--lora-rank trains adapters alone, and this model has a new head to train; leave it out"
                 )
             add_adapters(self.model, shape, config.lora, config.seed)
-        if source is not None:
-            load_weights(find_checkpoint(source), shape, self.model)
+        loaded = None if source is None else find_checkpoint(source)
+        if loaded is not None:
+            load_weights(loaded, shape, self.model)
         self.frozen = {
-            role: None if role == "reference" and config.base_is_reference else self._frozen(directory)
+            role: None if role == "reference" and config.base_is_reference else self._frozen(directory, loaded)
             for role, directory in (frozen or {}).items()
         }
         self.versions = None if keep_versions is None else KeptVersions(self.model, keep_versions)
         freeze_weights(self.model, config)
         self.wrapped = wrap_model(self.model, shape, config, device)
-        self.optimizer = build_optimizer(self.wrapped, shape, config, device)
-        self.scheduler = build_scheduler(self.optimizer, config)
         self._device = device
         self._memory = MemoryState("a model")
         self._weights, self._optimizer_state = (WaitingRoom(device, room) for _ in range(2))
+        if not device.is_cpu:
+            _ = self.scheduler  # a GPU has room for it, or this is the time to say so
 
-    def _frozen(self, directory: Path | None) -> HostWeights:
+    @functools.cached_property
+    def optimizer(self) -> Any:
+        """Megatron's optimizer. The first rollout does without: it is built when it is first asked for."""
+        return build_optimizer(self.wrapped, self.shape, self.config, self._device)
+
+    @functools.cached_property
+    def scheduler(self) -> Any:
+        """The schedule of the learning rate."""
+        return build_scheduler(self.optimizer, self.config)
+
+    def _frozen(self, directory: Path | None, loaded: CheckpointInfo | None) -> HostWeights:
+        """The weights in a directory; those of the model now without one, and if they were ``loaded`` just now."""
         own = HostWeights(self.model)
-        if directory is None:
+        if directory is None or (self.config.lora is None and find_checkpoint(directory) == loaded):
             return own
         reset_adapters(self.model)
         load_weights(find_checkpoint(directory), self.shape, self.model)
@@ -234,6 +248,8 @@ class TrainedModel:
                 yield tensor
 
     def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
+        if "optimizer" not in vars(self):
+            return
         for group in self.optimizer.param_groups:
             yield from group["params"]
         for part in self.optimizer.chained_optimizers:
