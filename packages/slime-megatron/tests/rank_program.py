@@ -504,6 +504,9 @@ class Rank(Checkpoints, EngineLayers, HostOptimizer, WeightChecks):
         ]
         return sum(value.numel() for state in states for name, value in state.items() if name != "step")
 
+    def has_optimizer(self):
+        return "_optimizer" in vars(self.worker._actor)
+
     def held_bytes(self, role="actor"):
         """Bytes of a role's weights, gradient buffers and optimizer on this rank."""
         model = {"actor": self.worker._actor, "critic": self.worker._critic}[role]
@@ -512,6 +515,7 @@ class Rank(Checkpoints, EngineLayers, HostOptimizer, WeightChecks):
             storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
             return sum(storages.values())
 
+        _ = model.optimizer  # it is built when it is asked for
         return size(model.weights()), size(model.gradients()), size(model.optimizer_state())
 
     def stock_logits(self, *args, **kwargs):

@@ -284,6 +284,16 @@ def test_a_loss_that_is_not_there(ranks, tiny_model, tiny_config, rank_error):
     assert caught.value.kind == "ConfigError"
 
 
+def test_the_first_rollout_waits_for_no_optimizer(ranks, tiny_model, tiny_config, make_samples, make_shards):
+    model = tiny_model("llama-tied")
+    ranks.start(1, tiny_config(load=model.checkpoint), model.shape)
+    for call in ("sleep", "wake"):
+        ranks.call(call)
+    assert not ranks.first("has_optimizer")
+    ranks.call("train", make_shards(make_samples()))
+    assert ranks.first("has_optimizer")
+
+
 LAYOUTS = {
     "replicated optimizer": {"bf16": True},
     "distributed optimizer": {"use_distributed_optimizer": True, "bf16": True},

@@ -84,17 +84,23 @@ class TrainedModel:
         self._memory = MemoryState("a model")
         self._weights, self._optimizer_state = (WaitingRoom(device, room) for _ in range(2))
         if not device.is_cpu:
-            _ = self.scheduler  # a GPU has room for it, or this is the time to say so
+            _ = self.optimizer  # a GPU has room for it, or this is the time to say so
 
     @functools.cached_property
+    def _optimizer(self) -> tuple[Any, Any]:
+        """Optimizer and schedule. The first rollout does without: they are built when one is first asked for."""
+        optimizer = build_optimizer(self.wrapped, self.shape, self.config, self._device)
+        return optimizer, build_scheduler(optimizer, self.config)  # which sets the rate of the first step
+
+    @property
     def optimizer(self) -> Any:
-        """Megatron's optimizer. The first rollout does without: it is built when it is first asked for."""
-        return build_optimizer(self.wrapped, self.shape, self.config, self._device)
+        """Megatron's optimizer."""
+        return self._optimizer[0]
 
-    @functools.cached_property
+    @property
     def scheduler(self) -> Any:
         """The schedule of the learning rate."""
-        return build_scheduler(self.optimizer, self.config)
+        return self._optimizer[1]
 
     def _frozen(self, directory: Path | None, loaded: CheckpointInfo | None) -> HostWeights:
         """The weights in a directory; those of the model now without one, and if they were ``loaded`` just now."""
@@ -248,7 +254,7 @@ class TrainedModel:
                 yield tensor
 
     def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
-        if "optimizer" not in vars(self):
+        if "_optimizer" not in vars(self):
             return
         for group in self.optimizer.param_groups:
             yield from group["params"]

@@ -86,7 +86,7 @@ import sys, torch
 import torch._dynamo, torch.distributed.tensor
 from torch.distributed.tensor import DTensor, Shard
 
-assert "sympy" not in sys.modules
+assert "sympy" not in sys.modules and "torch._decomp" not in sys.modules
 
 @torch.compile
 def add(x):

@@ -34,6 +34,7 @@ class Feature(NamedTuple):
 FEATURES = (
     Feature("torch._dynamo", ("torch", "2.13."), "compiles functions, which TORCHDYNAMO_DISABLE=1 switches off"),
     Feature("torch._inductor", ("torch", "2.13."), "generates the code of compiled functions"),
+    Feature("torch._meta_registrations", ("torch", "2.13."), "shapes of results without data, which compilers ask for"),
     Feature("torch.distributed.tensor", ("torch", "2.13."), "DTensor, which transformers' own models are sharded with"),
     Feature("transformers.generation.continuous_batching", ("transformers", "5.19."), "transformers' own server"),
     Feature("IPython", ("ipython", ""), "shows pictures and progress in a notebook"),
