@@ -39,7 +39,7 @@ FULL_FACTOR = 6.0
 LAST_WORDS_SECONDS = 15.0
 LINE_CHARACTERS = 300
 INSTALL_SECONDS = 600.0
-LANES = 3
+LANES = 2
 MARKS = ["-m", "not full", "--hypothesis-profile=few"]
 NO_TESTS = 5  # pytest's exit code
 
@@ -321,7 +321,7 @@ def parse(argv: Sequence[str]) -> Request:
 
 
 def run_all(envs: Sequence[Env], pytest_args: Sequence[str], factor: float, processes: Processes) -> list[Result]:
-    """Run them in three lanes, the longest first: tests wait a good part of their time, for processes and timeouts."""
+    """Run them in two lanes, the longest first. Three take as long on two cores: most of the time is CPU time."""
 
     def one(env: Env) -> Result:
         result = run_env(env, pytest_args, recreate=stale(env), factor=factor, processes=processes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -95,7 +96,10 @@ def part(group, tmp_path):
 
 def test_only_what_a_run_needs_is_started(group):
     """No monitor, collector of logs, API server or agent of metrics; an agent that sets environments up is there."""
-    words = [" ".join(one.cmdline()) for one in psutil.Process().children(recursive=True)]
+    words = []
+    for one in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            words.append(" ".join(one.cmdline()))
     assert [
         name for name in ("gcs_server", "raylet", "sleep infinity") if not any(name in line for line in words)
     ] == []
