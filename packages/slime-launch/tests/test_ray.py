@@ -22,7 +22,7 @@ from slime_launch.config import ClusterConfig
 from slime_launch.errors import LostContactError, PlacementError, RunError, Stopped, TrainerLostError
 from slime_launch.placement import bundle_nodes, order_bundles, plan_layout, reserve
 from slime_launch.processes import Place, own_place
-from slime_launch.ray_runtime import TEMP_PREFIX, _knock, cluster_notices, ray_runtime
+from slime_launch.ray_runtime import TEMP_PREFIX, RayAhead, _knock, cluster_notices, ray_runtime
 from slime_launch.trainers import Seat, TrainerGroup, TrainerRank, TrainerSpec
 from slime_megatron.config import MegatronConfig
 from slime_megatron.errors import CheckpointError
@@ -289,7 +289,7 @@ ONE_RUN = """
 import os, sys, time
 from slime_launch.config import ClusterConfig
 from slime_launch.errors import RayDiedError
-from slime_launch.ray_runtime import ray_runtime
+from slime_launch.ray_runtime import RayAhead, ray_runtime
 with ray_runtime(ClusterConfig(colocate=True), address=None) as runtime:
     print("up", flush=True)
     while sys.argv[1] == "watch":
@@ -381,3 +381,16 @@ def test_a_cluster_without_a_token_is_warned_of(monkeypatch, tmp_path):
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("abc")
     assert cluster_notices("10.0.0.1:6379") == []
+
+
+def test_what_went_wrong_ahead_is_said_by_the_block_alone(monkeypatch, tmp_path):
+    @contextlib.contextmanager
+    def stopped(*_args, **_kwargs):
+        raise Stopped(signal.SIGTERM)
+        yield
+
+    monkeypatch.setattr("slime_launch.ray_runtime.ray_runtime", stopped)
+    ahead = RayAhead(ClusterConfig(colocate=True), tmp_path)
+    with pytest.raises(Stopped), ahead:
+        pass
+    ahead.close()

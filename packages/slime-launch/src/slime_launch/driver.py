@@ -40,7 +40,7 @@ def main() -> int:
         time.sleep(POLL_SECONDS)
     watch = Watch()
     watch.listen(at_once=True)
-    with ahead or contextlib.nullcontext():
+    with contextlib.nullcontext() if ahead is None else contextlib.closing(ahead):
         return run(read(directory / CHECKED), watch, ahead)
 
 

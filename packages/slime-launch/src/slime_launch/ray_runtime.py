@@ -88,7 +88,7 @@ def ray_runtime(cluster: ClusterConfig, *, address: str | None, directory: Path 
 
 
 class RayAhead(contextlib.AbstractContextManager[RayRuntime]):
-    """A Ray of this process's own that starts when this is made, before the block; errors are raised in the block."""
+    """A Ray of this process's own that starts when this is made, before the block, which raises what went wrong."""
 
     def __init__(self, cluster: ClusterConfig, directory: Path) -> None:
         self._stack = contextlib.ExitStack()
@@ -104,6 +104,10 @@ class RayAhead(contextlib.AbstractContextManager[RayRuntime]):
         return self._runtime
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it, whether or not there was a block; once is enough."""
         self._stack.close()
 
 
