@@ -289,7 +289,7 @@ ONE_RUN = """
 import os, sys, time
 from slime_launch.config import ClusterConfig
 from slime_launch.errors import RayDiedError
-from slime_launch.ray_runtime import RayAhead, ray_runtime
+from slime_launch.ray_runtime import ray_runtime
 with ray_runtime(ClusterConfig(colocate=True), address=None) as runtime:
     print("up", flush=True)
     while sys.argv[1] == "watch":
