@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from slime_launch.config import ClusterConfig
 from slime_launch.errors import LostContactError, PlacementError, RunError, Stopped, TrainerLostError
 from slime_launch.placement import bundle_nodes, order_bundles, plan_layout, reserve
 from slime_launch.processes import Place, own_place
-from slime_launch.ray_runtime import TEMP_PREFIX, RayAhead, _knock, cluster_notices, ray_runtime
+from slime_launch.ray_runtime import RAY_FILES, TEMP_PREFIX, RayAhead, _knock, cluster_notices, ray_runtime, temp_dir
 from slime_launch.trainers import Seat, TrainerGroup, TrainerRank, TrainerSpec
 from slime_megatron.config import MegatronConfig
 from slime_megatron.errors import CheckpointError
@@ -117,6 +118,29 @@ def test_an_actor_gets_variables_and_the_priority_of_the_run(part, tmp_path):
     assert part.call("variable", "OTHER") is None
     assert part.call("priority") == os.getpriority(os.PRIO_PROCESS, 0)
     other.kill()
+
+
+def test_only_this_user_reaches_the_files_of_ray_and_of_the_launcher(group):
+    """Ray lets everybody write into its own directory, and what is unpickled lies beside it."""
+    [directory] = temp_dirs(os.getpid())
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert [path.name for path in directory.iterdir()] == [RAY_FILES]
+
+
+@pytest.mark.parametrize("length", [4, 13, 14, 15, 40, 90])
+def test_paths_of_rays_sockets_are_short_enough_wherever_temporary_files_are(monkeypatch, length):
+    base = Path("/tmp" if length == 4 else f"/tmp/{'t' * (length - 5)}")
+    existed = base.exists()
+    base.mkdir(exist_ok=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(base))
+    try:
+        with temp_dir() as directory:
+            name = str(directory).replace(f"-{os.getpid()}-", "-4194304-")
+            socket_path = f"{name}/{RAY_FILES}/session_2026-11-28_11-59-30_790359_4194304/sockets/plasma_store"
+            assert len(socket_path) <= 107
+    finally:
+        if not existed:
+            base.rmdir()
 
 
 def test_bundles_are_on_this_node(group):

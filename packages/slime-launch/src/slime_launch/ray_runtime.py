@@ -26,7 +26,9 @@ from slime_launch.processes import stopped_below
 from slime_rollout.engine.addresses import LOOPBACK, free_port
 from slime_rollout.supervise.reaper import descendants, is_alive
 
-MAX_TEMP_DIR = 40  # Ray makes Unix sockets below it, and their paths may have 107 bytes
+# Ray makes Unix sockets below it, and their paths may have 107 bytes: 21 after the session's name of 43, ours of 27.
+MAX_TEMP_DIR = 14
+RAY_FILES = "r"  # below a directory of this user's alone, for Ray lets everybody write into its own
 ESSENTIAL = ("gcs_server", "raylet")
 SERVICES = ("start_monitor", "start_log_monitor", "start_api_server")
 AGENTS = {
@@ -68,7 +70,7 @@ class RayRuntime:
 def ray_runtime(cluster: ClusterConfig, *, address: str | None, directory: Path | None = None) -> Iterator[RayRuntime]:
     """Start Ray inside this process, or join the cluster at ``address``, for the length of the block.
 
-    A Ray of this process's own has its files in ``directory``, or in one that is removed afterwards.
+    A Ray of this process's own has its files below ``directory``, or below one that is removed afterwards.
 
     Raises:
         PlacementError: Ray does not start, or the cluster does not answer.
@@ -262,14 +264,14 @@ def _embedded_options(cluster: ClusterConfig, directory: Path) -> dict[str, Any]
         "num_cpus": max(bundles, os.cpu_count() or 1),
         "include_dashboard": False,
         "object_store_memory": cluster.ray_object_store_memory,
-        "_temp_dir": str(directory),
+        "_temp_dir": str(directory / RAY_FILES),
         "_system_config": {"enable_worker_prestart": False},
     }
 
 
 @contextlib.contextmanager
 def temp_dir() -> Iterator[Path]:
-    """A short-named directory that is removed afterwards, along with those of runs that were killed."""
+    """A short-named directory, for this user alone, that is removed afterwards, along with those of killed runs."""
     base = Path(tempfile.gettempdir())
     base = base if len(str(base)) <= MAX_TEMP_DIR else Path("/tmp")
     for old in base.glob(f"{TEMP_PREFIX}[0-9]*-*"):
