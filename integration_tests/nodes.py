@@ -88,17 +88,8 @@ class Machine:
 
     def join(self, *, head: str | None, cpus: int, directory: str) -> None:
         """Start its Ray node: the first of a cluster, or one more of the cluster that ``head`` began."""
-        words = [
-            sys.executable,
-            "-c",
-            RAY,
-            "start",
-            "--block",
-            "--node-ip-address",
-            self.address,
-            "--num-cpus",
-            str(cpus),
-        ]
+        words = [sys.executable, "-c", RAY, "start", "--block"]
+        words += ["--node-ip-address", self.address, "--num-cpus", str(cpus)]
         words += ["--object-store-memory", str(OBJECT_STORE), "--disable-usage-stats"]
         words += ["--min-worker-port", str(RAY_PORTS[0]), "--max-worker-port", str(RAY_PORTS[-1])]
         if head is None:

@@ -121,7 +121,7 @@ def test_an_actor_gets_variables_and_the_priority_of_the_run(part, tmp_path):
 
 
 def test_only_this_user_reaches_the_files_of_ray_and_of_the_launcher(group):
-    """Ray lets everybody write into its own directory, and what is unpickled lies beside it."""
+    """Ray lets everybody write into its own directory, and what is unpickled lies next to that one."""
     [directory] = temp_dirs(os.getpid())
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     assert [path.name for path in directory.iterdir()] == [RAY_FILES]
