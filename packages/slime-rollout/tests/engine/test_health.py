@@ -434,9 +434,10 @@ def test_past_the_budget_one_error_names_the_engine_and_its_log(tmp_path):
         for _ in range(2):
             fleet.whole()
             fleet.fleet.check()
+            before = fleet.now()
             fleet.signal("engine 1", signal.SIGKILL)
             killed = time.monotonic()
-            fleet.wait_for("engine 1", "unhealthy", since=fleet.now())
+            fleet.wait_for("engine 1", "unhealthy", since=before)
         error = wait_until(lambda: failure(fleet))
         assert time.monotonic() - killed < MARGIN
         assert isinstance(error, EngineDiedError)

@@ -362,7 +362,6 @@ class FleetMonitor:
     def _replace(self, slot: Slot[Any], problem: str) -> None:
         """End a process and start another one in its slot, or give up if the budget is used up."""
         now = slot.now
-        self._note(slot, Event.UNHEALTHY, problem)
         slot.first_problem = slot.first_problem or problem
         if slot is self._router:
             self._registry.offered.clear()
@@ -371,6 +370,7 @@ class FleetMonitor:
             now.up = False
             for lost in self._engines if slot is self._router else [slot]:
                 lost.now.in_router = False
+        self._note(slot, Event.UNHEALTHY, problem)  # who reads it finds that it does not serve
         if slot is not self._router:
             self._registry.take_out(now.process.url)
         if now.process.exit_code is None:

@@ -158,8 +158,8 @@ class Supervised:
 
     def kill(self) -> None:
         """Have the whole tree ended by SIGKILL, without waiting; this also ends processes stopped by SIGSTOP."""
-        # The supervisor may be stopped, too. A second signal has it hurry, and Python says nothing of the first one.
-        for signum in (signal.SIGCONT, signal.SIGHUP, signal.SIGTERM):
+        # The supervisor may be stopped, too. SIGCONT comes last, so that it finds the other one when it goes on.
+        for signum in (reaper.KILL_SIGNAL, signal.SIGCONT):
             self._process.send_signal(signum)
 
     def request_stop(self) -> None:

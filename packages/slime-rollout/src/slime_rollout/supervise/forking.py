@@ -60,7 +60,7 @@ class ForkingSupervisor(reaper.Supervisor):
         if pid == 0:
             reaper._prctl(reaper.PR_SET_PDEATHSIG, signal.SIGTERM)
             os.close(signal.set_wakeup_fd(-1))
-            for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+            for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, reaper.KILL_SIGNAL):
                 signal.signal(signum, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             raise Command

@@ -24,6 +24,8 @@ POLL_SECONDS = 0.02
 # Besides the pipe, the parent's pid is compared this often: a child that the parent forked in C without exec holds a
 # copy of the pipe's write end, and would keep it open after the parent's death.
 PARENT_CHECK_SECONDS = 1.0
+# Has the supervisor kill the tree at once. Python says nothing of it where it comes before the supervisor handles it.
+KILL_SIGNAL = signal.SIGUSR1
 # torch names the memory that a process shares `torch_<pid>_…`. Its manager removes it when that process is gone, unless
 # the manager is killed, too, as it is by whoever ends a whole tree (Ray does so for each of its workers).
 SHARED_MEMORY = "/dev/shm"
@@ -193,7 +195,7 @@ class Supervisor:
         os.set_blocking(write_end, False)
         os.set_blocking(read_end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, KILL_SIGNAL):
             signal.signal(signum, lambda received, _frame: self.signals.append(received))
         signal.signal(signal.SIGCHLD, lambda _signum, _frame: None)
         return read_end
@@ -238,6 +240,8 @@ class Supervisor:
 
     def _ask_command_to_end(self) -> None:
         """Let the command close its own children in order before everybody gets a signal."""
+        if self._hurry():
+            return
         if (process := find_process(self.child)) is not None:
             send_signal(process, self.signals[0] if self.signals else signal.SIGTERM)
         deadline = time.monotonic() + self.grace
@@ -246,7 +250,7 @@ class Supervisor:
             self._reap()
 
     def _hurry(self) -> bool:
-        return len(self.signals) > 1
+        return len(self.signals) > 1 or KILL_SIGNAL in self.signals
 
     def _reap(self) -> None:
         for pid, status in ended_children():
