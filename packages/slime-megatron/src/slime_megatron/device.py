@@ -228,14 +228,19 @@ def _lazy_zeros(*size: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _cleared(tensor: torch.Tensor) -> torch.Tensor:
-    """A new contiguous tensor, filled with zeros: its whole pages are given back, and are zero when they come again."""
+    """A new contiguous tensor, filled with zeros: its whole pages are given back, and are zero when they come again.
+
+    They may come 2 MiB at once: 4 KiB at a time, those of 135M parameters took 2 s of the first step.
+    """
     size = tensor.numel() * tensor.element_size()
     if size < _LARGE:
         return tensor.zero_()
     start = tensor.data_ptr()
     first, end = -(-start // _PAGE) * _PAGE, (start + size) // _PAGE * _PAGE
-    if ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED) != 0:
+    pages = ctypes.c_void_p(first), ctypes.c_size_t(end - first)
+    if ctypes.CDLL(None).madvise(*pages, mmap.MADV_DONTNEED) != 0:
         return tensor.zero_()
+    ctypes.CDLL(None).madvise(*pages, mmap.MADV_HUGEPAGE)
     ctypes.memset(start, 0, first - start)
     ctypes.memset(end, 0, start + size - end)
     return tensor
