@@ -16,11 +16,12 @@ import contextlib
 import dataclasses
 import fcntl
 import ipaddress
+import itertools
 import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,7 +31,7 @@ from slime_launch.config import ClusterConfig
 from slime_launch.errors import PlacementError
 from slime_rollout.engine.transports import Transport, chosen_of
 
-GPU_SECONDS = 120.0  # for a process to start for every GPU of a run
+GPU_SECONDS = 120.0  # for Ray to start a process on every node, and ask it for each GPU
 POLL_SECONDS = 0.2
 _GET_ADDRESS = 0x8915  # Linux's SIOCGIFADDR
 # Of the run's actors. Their children end by themselves when the actor is gone, and clear up what is in /dev/shm:
@@ -254,20 +255,38 @@ def bundle_gpus(group: Any, bundles: Sequence[int]) -> dict[int, int]:
     import ray
 
     placed = bundle_nodes(group)
-    ids = ray.remote(num_cpus=0, num_gpus=0.01)(ray.get_gpu_ids)
-    calls = [ids.options(scheduling_strategy=strategy_of(group, bundle)).remote() for bundle in bundles]
+    by_node: dict[str | None, list[int]] = {}
+    for bundle in bundles:
+        by_node.setdefault(placed.get(bundle), []).append(bundle)
+    # One bundle of each node at a time, in a process that Ray keeps (`max_calls`; it does not by itself where there
+    # are GPUs): a node starts one process for all of them, not one for each.
+    ids = ray.remote(num_cpus=0, num_gpus=0.01, max_calls=0)(ray.get_gpu_ids)
+    found: dict[int, int] = {}
     deadline = time.monotonic() + GPU_SECONDS
+    for wave in itertools.zip_longest(*by_node.values()):
+        calls = {
+            bundle: ids.options(scheduling_strategy=strategy_of(group, bundle)).remote()
+            for bundle in wave
+            if bundle is not None
+        }
+        await_calls(list(calls.values()), deadline, needed={placed.get(bundle) for bundle in calls})
+        try:
+            found |= {bundle: int(ray.get(call)[0]) for bundle, call in calls.items()}
+        except ray.exceptions.RayError as error:
+            raise PlacementError(f"Ray does not say which GPUs it gave: {error}") from error
+    return found
+
+
+def await_calls(calls: list[Any], deadline: float, *, needed: Collection[str | None]) -> None:
+    """Wait for calls on some nodes; `PlacementError` if one of those is lost, or Ray does not answer in time."""
+    import ray
+
     while len(ray.wait(calls, num_returns=len(calls), timeout=POLL_SECONDS)[0]) < len(calls):
         # Without its node a call waits until another one joins.
-        if time.monotonic() > deadline or not {placed.get(bundle) for bundle in bundles} <= live_nodes().keys():
+        if time.monotonic() > deadline or not needed <= live_nodes().keys():
             for call in calls:
                 ray.cancel(call, force=True)
             raise PlacementError("Ray does not say which GPUs it gave: a node is lost, or does not answer")
-    try:
-        found = ray.get(calls)
-    except ray.exceptions.RayError as error:
-        raise PlacementError(f"Ray does not say which GPUs it gave: {error}") from error
-    return {bundle: int(gpus[0]) for bundle, gpus in zip(bundles, found, strict=True)}
 
 
 def live_nodes() -> dict[str, str]:

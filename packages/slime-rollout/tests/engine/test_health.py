@@ -140,7 +140,8 @@ class Fleet:
 
     def whole(self):
         wait_until(lambda: not self.fleet.not_serving(), what="a whole fleet")
-        assert self.workers() == {self.url(0), self.url(1)}
+        # The router takes an engine out some time after it was asked to.
+        wait_until(lambda: self.workers() == {self.url(0), self.url(1)}, what="a router with these engines alone")
 
 
 def command(pid):
