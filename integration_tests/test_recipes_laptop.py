@@ -23,8 +23,6 @@ from slime_rollout.store import RolloutStore
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 RECIPES = sorted(path.parent.name for path in EXAMPLES.glob("*/laptop.toml"))
-IN_EVERY_TEST = ("dapo",)
-"""Not shown by other tests; the others are run with --full."""
 LONGEST = 16  # tokens of a response
 CONTEXT = 4096
 LONGEST_SECONDS = 1500  # of a run, on a machine with much else to do
@@ -200,10 +198,9 @@ CHECKS: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.real
+@pytest.mark.full
 @pytest.mark.timeout(LONGEST_SECONDS + 60)
-@pytest.mark.parametrize(
-    "name", [name if name in IN_EVERY_TEST else pytest.param(name, marks=pytest.mark.full) for name in RECIPES]
-)
+@pytest.mark.parametrize("name", RECIPES)
 def test_it_runs_scaled_down(chat: Assets, clone: Path, name: str) -> None:
     run(command_of(name, chat, clone), clone / "log.txt", seconds=LONGEST_SECONDS)
     steps = rows(clone, "train")

@@ -21,7 +21,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -277,7 +277,7 @@ def bundle_gpus(group: Any, bundles: Sequence[int]) -> dict[int, int]:
     return found
 
 
-def await_calls(calls: list[Any], deadline: float, *, needed: Collection[str | None]) -> None:
+def await_calls(calls: list[Any], deadline: float, *, needed: Set[str | None]) -> None:
     """Wait for calls on some nodes; `PlacementError` if one of those is lost, or Ray does not answer in time."""
     import ray
 
