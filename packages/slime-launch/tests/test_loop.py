@@ -115,11 +115,14 @@ def outcome(home: Path) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize(
+at_points = pytest.mark.parametrize(
     ("in_background", "every"),
     [(True, 3), pytest.param(True, 1, marks=pytest.mark.full), pytest.param(False, 1, marks=pytest.mark.full)],
     ids=["every third point", "every point", "every point, no async save"],
 )
+
+
+@at_points
 def test_killed_anywhere_it_ends_the_same(clock, flags, launch, tmp_path, monkeypatch, in_background, every):
     monkeypatch.setattr(Trainers, "in_background", in_background)
     if not in_background:
@@ -146,27 +149,27 @@ def test_killed_anywhere_it_ends_the_same(clock, flags, launch, tmp_path, monkey
         clock.names = []
         assert not launch(home), f"killed at {place}: {point}"  # the same command once more does nothing
         assert not [name for name in clock.names if not name.endswith("Path.replace")]
-    print(f"killed at every {every}. of {len(points)} points")
+    print(f"killed at {len(points[::every])} of {len(points)} points")
 
 
 OF_TRAINERS = ("train ", "trained ", "push ", "save ", "saved ", "generate ", "evaluate ", "trainers: ")
 """Points at which trainers may be lost: their calls, and where they are only looked at."""
 
 
-@pytest.mark.parametrize(
-    "in_background", [pytest.param(False, marks=pytest.mark.full), True], ids=["no async save", "save"]
-)
+@at_points
 def test_trainers_lost_anywhere_are_started_again_and_it_ends_the_same(
-    clock, flags, launch, tmp_path, monkeypatch, in_background
+    clock, flags, launch, tmp_path, monkeypatch, in_background, every
 ):
     monkeypatch.setattr(Trainers, "in_background", in_background)
     if not in_background:
         flags["--no-async-save"] = None
+    assert launch(tmp_path / "first")
+    clock.names = []
     assert launch(tmp_path / "whole")
     points, expected = clock.names, outcome(tmp_path / "whole")
     places = [place for place, point in enumerate(points) if point.startswith(OF_TRAINERS)]
     assert len(places) > 20
-    for place in places:
+    for place in places[::every]:
         home = tmp_path / f"lost-{place}"
         clock.names, clock.losses = [], [place]
         assert launch(home)
@@ -178,7 +181,7 @@ def test_trainers_lost_anywhere_are_started_again_and_it_ends_the_same(
         assert outcome(home) == expected, f"lost at {place}: {points[place]}"
         generated = [name for name in names if name.startswith("generate ") and name != points[place]]
         assert len(generated) == len(set(generated)), f"lost at {points[place]}"
-    print(f"trainers lost at each of {len(places)} points")
+    print(f"trainers lost at {len(places[::every])} of {len(places)} points")
 
 
 def test_weights_may_be_sent_less_often_and_a_killed_run_ends_the_same(clock, launch, tmp_path):

@@ -92,11 +92,11 @@ def engine_ranks(rank_group, engine_pool, monkeypatch):
     [
         pytest.param("glm4", {}, marks=pytest.mark.full),
         pytest.param("deepseek-mtp", TP2_SP, marks=pytest.mark.full),
-        ("qwen3-moe", EP2),
+        pytest.param("qwen3-moe", EP2, marks=pytest.mark.full),
         pytest.param("qwen3-moe", TP2_SP, marks=pytest.mark.full),
         pytest.param("glm4-moe", TP2_SP | EP2 | {"expert_tensor_parallel_size": 1}, marks=pytest.mark.full),
         pytest.param("qwen2-tied", {"tensor_model_parallel_size": 2}, marks=pytest.mark.full),
-        pytest.param("moonlight", {}, marks=pytest.mark.full),
+        ("moonlight", {}),
     ],
 )
 def test_engine_layers_do_what_local_ones_do(

@@ -53,7 +53,7 @@ LAYOUTS = {
 SHOWN = {
     "qwen3/4": ("pp2+vpp2", "dp2+do", "cp2", "recompute"),
     "qwen2-tied/4": ("pp2",),
-    "qwen3-moe/4": ("tp2+sp,etp1,ep2",),
+    "qwen3-moe/4": ("ep2",),
     "deepseek/4": (),
 }
 RUNS = [

@@ -20,7 +20,7 @@ FULL = pytest.mark.full
 EPS = 1e-3
 SHOWN = [
     ("llama-tied/4", True, "one", "pp2+vpp2"),
-    ("deepseek-mtp/4", True, "tp2+sp", "pp2, dp2, ep2"),
+    ("deepseek-mtp/4", True, "tp2+sp", "ep2"),
 ]
 
 

@@ -22,7 +22,7 @@ KINDS = [
     ("glm4-moe/4", "tp2+sp", {"use_distributed_optimizer": True, "bf16": True, "async_save": True}),
     ("deepseek-mtp/4", "ep2", {"bf16": True, "async_save": True}),
 ]
-POINTS = [pytest.param(point, marks=[] if point == 1 else [pytest.mark.full]) for point in range(10)]
+POINTS = range(10)
 
 
 class Job:
@@ -93,6 +93,7 @@ def kill_later(pool, save, point, seconds):
     return thread, ended
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("point", POINTS)
 def test_a_killed_run_continues_as_if_it_had_not_been(
     rank_group, uninterrupted, tiny_model, tiny_config, make_samples, make_shards, tmp_path, point

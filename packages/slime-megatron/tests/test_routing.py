@@ -27,7 +27,7 @@ SHOWN = (
     *("cp2", "recomputed experts"),
     "shared prompts, pp2+vpp2, full recomputation",
 )
-SHOWN_OF_R2 = (("q", "one process"), ("d", "tp2+sp"))
+SHOWN_OF_R2 = (("q", "one process"), ("d", "one process"))
 FURTHER = (
     *("tp2+sp", "pp2+vpp2", "dp2+dist-opt", "full recomputation", "pp2, full recomputation"),
     *("pp2+vpp2, full recomputation", "tp2+sp+etp1+ep2", "tp2+sp, pp2", "tp2+sp, cp2", "cp2, pp2", "tp2+sp, dp2, ep2"),

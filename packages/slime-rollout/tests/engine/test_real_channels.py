@@ -293,7 +293,7 @@ def assert_spans_are_right(old, new, mode, prompt, reply, versions):
     assert (wrong - got[changed:]).abs().max() > DIFFERENT
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.full), True])
 def test_an_engine_that_refuses_a_broadcast_blocks_nobody(parts, monkeypatch, late):
     """Nor if another engine is so late that the trainer's broadcast has failed when it begins to wait for it."""
     first, second = parts.fleet.engine_urls
