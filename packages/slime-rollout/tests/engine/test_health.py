@@ -140,8 +140,7 @@ class Fleet:
 
     def whole(self):
         wait_until(lambda: not self.fleet.not_serving(), what="a whole fleet")
-        # The router takes an engine out some time after it was asked to.
-        wait_until(lambda: self.workers() == {self.url(0), self.url(1)}, what="a router with these engines alone")
+        wait_until(lambda: self.workers() == {self.url(0), self.url(1)}, what="a router that knows no others")
 
 
 def command(pid):
