@@ -258,8 +258,6 @@ class Graph:
                 yield self._modules[module]
             elif text in self._known or beside in self._known:
                 yield text if text in self._known else beside
-            elif "/src/" not in path and f"{beside}.py" in self._known:
-                yield f"{beside}.py"  # a module that is preloaded by its name
             elif "." in text and len(self._by_name.get(text, ())) == 1:
                 yield self._by_name[text][0]
             elif text.isidentifier() and (self.root / beside).is_dir() and "/src/" in beside:
