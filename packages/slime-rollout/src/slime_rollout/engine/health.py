@@ -365,12 +365,12 @@ class FleetMonitor:
         slot.first_problem = slot.first_problem or problem
         if slot is self._router:
             self._registry.offered.clear()
-        with self._lock:
-            self._faults += 1
-            now.up = False
+        with self._lock:  # in this order for who looks without it: an engine that is unhealthy does not serve, …
             for lost in self._engines if slot is self._router else [slot]:
                 lost.now.in_router = False
-        self._note(slot, Event.UNHEALTHY, problem)  # who reads it finds that it does not serve
+            self._note(slot, Event.UNHEALTHY, problem)
+            now.up = False  # … and of one that is not up the reason is written down
+            self._faults += 1
         if slot is not self._router:
             self._registry.take_out(now.process.url)
         if now.process.exit_code is None:
