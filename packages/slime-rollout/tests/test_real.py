@@ -4,7 +4,9 @@ import copy
 import dataclasses
 import json
 import math
+import threading
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from slime_rollout.config import RolloutConfig
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.engine.server import EngineSpec, equal_specs
 from slime_rollout.errors import GenerationError
+from slime_rollout.generate import SamplingParams
 from slime_rollout.rollout import RolloutManager
 from slime_rollout.weights import TensorWeightChannel
 
@@ -203,6 +206,37 @@ def test_a_samples_tokens_depend_on_its_seed_alone(manager):
     assert tokens_of(in_parts) == tokens_of(together)
     other = manager(run_seed=2).generate(0).samples
     assert sum(tokens_of(other)[index] == tokens for index, tokens in tokens_of(together).items()) < 8
+
+
+@pytest.fixture
+def greedy_neighbours(fleet):
+    """Greedy requests, such as a health check's, one after the other for as long as a test runs."""
+    stop, served = threading.Event(), []
+
+    def ask() -> None:
+        plain = SamplingParams(temperature=0.0, max_new_tokens=2).to_request(0)
+        body = {"input_ids": [5, 6, 7], "sampling_params": plain}
+        request = urllib.request.Request(
+            f"{fleet.router_url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        while not stop.is_set():
+            with urllib.request.urlopen(request, timeout=60) as reply:
+                served.append(reply.status)
+
+    with ThreadPoolExecutor(2) as pool:
+        asking = [pool.submit(ask) for _ in range(2)]
+        yield served
+        stop.set()
+        for one in asking:
+            one.result(60)
+
+
+def test_greedy_neighbours_do_not_change_a_samples_tokens(manager, request):
+    alone = manager().generate(0).samples
+    served = request.getfixturevalue("greedy_neighbours")
+    among = manager().generate(0).samples
+    assert served
+    assert tokens_of(among) == tokens_of(alone)
 
 
 def test_greedy_evaluation_repeats_and_does_not_sample(manager, write_rows):

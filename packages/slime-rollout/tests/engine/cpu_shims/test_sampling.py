@@ -107,3 +107,22 @@ def test_impossible_tokens_are_never_drawn(sampling):
     logprobs = torch.full((200, 10), float("-inf"))
     logprobs[:, 3] = 0.0
     assert (sampling.multinomial_with_seed(logprobs, torch.arange(200), torch.arange(200)) == 3).all()
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_a_neighbour_with_top_k_leaves_the_tokens_of_other_rows_as_they_were(sampling, captures):
+    torch.manual_seed(0)
+    probabilities, seed, position = torch.softmax(torch.randn(3, 300), -1), torch.arange(3), torch.arange(3)
+    alone = sampling.sampling_from_probs(None, probabilities, seed, position)
+
+    def original(probs, *_, **__):  # SGLang's answer for the second row, which has a top-k of 1, and none of use else
+        tokens = torch.tensor([0, 7, 0], dtype=torch.int32)
+        return (tokens, probs.sort().values, probs.argsort(), torch.tensor([0.0, 1.0, 0.0])) if captures else tokens
+
+    top_k, top_p = torch.tensor([1 << 30, 1, 1 << 30]), torch.ones(3)
+    got = sampling.narrowed_sampling(original, probabilities, top_k, top_p, None, False, seed, position)
+    tokens = got[0] if captures else got
+    assert tokens.tolist() == [alone[0].item(), 7, alone[2].item()]
+    if captures:
+        weights = [probabilities[row, token].item() for row, token in enumerate(alone.tolist())]
+        assert got[3].tolist() == [weights[0], 1.0, weights[2]]

@@ -34,6 +34,8 @@ def _allow_reproducible_sampling():
     _replace("sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode", lambda self: None)
     _replace("sglang.kernels.ops.sampling.murmur_hash.murmur_hash32", sampling.murmur_hash32)
     _replace("sglang.srt.layers.sampler.multinomial_with_seed", sampling.multinomial_with_seed)
+    narrowed = "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch"
+    HookRegistry.register(narrowed, sampling.narrowed_sampling, HookType.AROUND)
     HookRegistry.register(
         "sglang.srt.layers.sampler.sampling_from_probs_torch", sampling.sampling_from_probs, HookType.AROUND
     )

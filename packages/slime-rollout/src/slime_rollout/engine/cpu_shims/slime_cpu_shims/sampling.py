@@ -40,6 +40,26 @@ def sampling_from_probs(original, probs, sampling_seed=None, positions=None):
     return drawn.view(-1).to(torch.int32)
 
 
+def narrowed_sampling(original, probs, top_ks, top_ps, min_ps, need_min_p, sampling_seed, positions, **how):
+    """Around SGLang's ``top_k_top_p_min_p_sampling_from_probs_torch``: rows without top-k and top-p draw as alone.
+
+    SGLang takes this function for all rows of a batch as soon as one of them has a top-k or a top-p, a health check
+    among them, and until the batch is empty. It draws by a token's place among the sorted probabilities, so such a row
+    would get other tokens than without the neighbour.
+    """
+    sampled = original(probs, top_ks, top_ps, min_ps, need_min_p, sampling_seed, positions, **how)
+    whole = (top_ks >= probs.shape[-1]) & (top_ps >= 1)
+    if sampling_seed is None or not whole.any():
+        return sampled
+    weights = probs[whole]
+    drawn = _draw(weights, sampling_seed[whole], positions[whole], lambda row, column: weights[row, column].log())
+    tokens, *captured = sampled if isinstance(sampled, tuple) else (sampled,)
+    tokens[whole] = drawn.view(-1).to(tokens.dtype)
+    if captured:  # what was kept and in which order, and the weight of the token
+        captured[-1][whole] = weights.gather(1, drawn).view(-1)
+    return sampled
+
+
 def _draw(weights, seed, positions, log_probs_at):
     """The column of each row where log-prob plus Gumbel noise is largest, in float64 ``[B, 1]``.
 
