@@ -122,8 +122,8 @@ def test_equal_requests_that_are_open_are_one(pool, tmp_path):
     assert ask(pool, *["count"] * 50, label="count", metadata=counted) == [1.0] * 50
     assert (tmp_path / "calls").read_text() == "x"
     start = time.monotonic()
-    assert [str(error) for error in ask(pool, *["sleep"] * 8)] == ["it took more than 2 s"] * 8
-    assert time.monotonic() - start < 3.5 * LIMIT  # one after the other on two workers: 4 * LIMIT
+    assert [str(error) for error in ask(pool, *["sleep"] * 50)] == ["it took more than 2 s"] * 50
+    assert time.monotonic() - start < 15 * LIMIT  # one after the other on two workers: 25 * LIMIT
 
 
 def test_one_that_is_cancelled_takes_no_equal_one_with_it(pool, tmp_path):
@@ -187,16 +187,15 @@ def test_waiting_for_a_worker_is_not_counted(pool, tmp_path):
 
 def test_the_event_loop_goes_on_while_verifiers_hang(pool):
     async def ticks():
-        hanging = asyncio.create_task(pool.score("hang", "right", {}))
-        latest, longest = time.monotonic(), 0.0
+        hanging, count = asyncio.create_task(pool.score("hang", "right", {})), 0
         while not hanging.done():
             await asyncio.sleep(0.01)
-            longest, latest = max(longest, time.monotonic() - latest), time.monotonic()
+            count += 1
         with pytest.raises(VerifierError):
             await hanging
-        return longest
+        return count
 
-    assert LOOP.run(asyncio.wait_for(ticks(), 60)) < 0.5
+    assert LOOP.run(asyncio.wait_for(ticks(), 60)) > 10  # of 200; a loop that waits has one
 
 
 def test_equal_requests_are_verified_once_and_failures_again(pool, tmp_path):
