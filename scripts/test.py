@@ -52,11 +52,13 @@ class Env:
         name: As in `[tool.tox]`.
         minutes: Longest time it may take, generous because machines are shared. The longest begin first.
         engine: Its tests need `.venv-engine`.
+        full: Options for pytest under --full.
     """
 
     name: str
     minutes: float
     engine: bool = False
+    full: tuple[str, ...] = ()
 
 
 ENVS = (
@@ -66,7 +68,7 @@ ENVS = (
     Env("megatron", 45),
     Env("rollout", 45, engine=True),
     Env("launch", 40, engine=True),
-    Env("integration", 75, engine=True),
+    Env("integration", 75, engine=True, full=("--numprocesses=2", "--dist=loadfile")),  # else it goes on alone
 )
 
 
@@ -283,16 +285,21 @@ class Request:
     Attributes:
         envs: The environments to run.
         pytest_args: Options for pytest.
-        factor: On time limits.
+        full: Whether tests marked `full` run as well.
         changed: Revision with which to compare; all tests run without one.
         record: Whether to write down which files run in child processes.
     """
 
     envs: list[Env]
     pytest_args: list[str]
-    factor: float = 1.0
+    full: bool = False
     changed: str | None = None
     record: bool = False
+
+    @property
+    def factor(self) -> float:
+        """On time limits."""
+        return FULL_FACTOR if self.full else 1.0
 
 
 def parse(argv: Sequence[str]) -> Request:
@@ -316,20 +323,20 @@ def parse(argv: Sequence[str]) -> Request:
         parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(env.name for env in ENVS)}")
     chosen = [env for env in ENVS if not args.environments or env.name in args.environments]
     marks = [] if args.full else MARKS
-    factor = FULL_FACTOR if args.full else 1.0
-    return Request(chosen, [*marks, *words[at + 1 :]], factor, args.changed, args.record)
+    return Request(chosen, [*marks, *words[at + 1 :]], args.full, args.changed, args.record)
 
 
-def run_all(envs: Sequence[Env], pytest_args: Sequence[str], factor: float, processes: Processes) -> list[Result]:
+def run_all(request: Request, processes: Processes) -> list[Result]:
     """Run them in lanes, the longest first. On two cores the third lane has the time in which the others wait."""
-    queue = sorted(envs, key=lambda env: -env.minutes)
+    queue = sorted(request.envs, key=lambda env: -env.minutes)
     with concurrent.futures.ThreadPoolExecutor(1) as builder, concurrent.futures.ThreadPoolExecutor(LANES) as lanes:
         engine = builder.submit(build_engine, processes) if any(env.engine for env in queue) else None
 
         def one(env: Env) -> Result:
             if env.engine and engine is not None and engine.result() != 0:
                 return Result(env.name, 0, 1, 0, 0.0, "could not build .venv-engine")
-            result = run_env(env, pytest_args, recreate=stale(env), factor=factor, processes=processes)
+            args = [*request.pytest_args, *(env.full if request.full else ())]
+            result = run_env(env, args, recreate=stale(env), factor=request.factor, processes=processes)
             stamp(env)
             return result
 
@@ -379,7 +386,7 @@ def run_recorded(request: Request, processes: Processes) -> list[Result]:
     shutil.rmtree(folder := LOGS / "coverage", ignore_errors=True)
     folder.mkdir()
     os.environ |= recording.settings(folder, ROOT)
-    results = run_all(request.envs, request.pytest_args, request.factor, processes)
+    results = run_all(request, processes)
     recording.save(recording.collect(folder, ROOT), LOGS / "children.json")
     return results
 
@@ -410,7 +417,7 @@ def main(argv: Sequence[str]) -> int:
     elif request.record:
         results = run_recorded(request, processes)
     else:
-        results = run_all(request.envs, request.pytest_args, request.factor, processes)
+        results = run_all(request, processes)
     print("\n" + table(results), flush=True)
     for result in results:
         for line in result.failures:

@@ -111,6 +111,7 @@ def test_its_command_goes_when_the_supervisor_is_killed(marked, forked_tree):
     marked.wait_until(lambda: not reaper.is_alive(pids[0]), what="end of the command")
     for pid in marked.pids():  # what it had started belongs to nobody now; in a run, to the supervisor of all
         os.kill(pid, signal.SIGKILL)
+    marked.wait_gone()
 
 
 def test_nothing_is_left_when_its_starter_is_killed(marked, address, directory):
