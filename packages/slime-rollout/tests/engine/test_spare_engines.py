@@ -32,7 +32,7 @@ class Room(EngineLauncher):
 
 def test_a_spare_engine_comes_and_goes_with_its_node_as_often_as_it_likes(tmp_path, monkeypatch):
     monkeypatch.setattr(health, "ROOM_AGAIN_SECONDS", 0.1)
-    fleet = Fleet(tmp_path, rollout_max_restarts=1)
+    fleet = Fleet(tmp_path, rollout_max_restarts=1, rollout_health_check_timeout=60.0)  # none is hung, at most slow
     room = Room(fleet.config, Ports())
     model = EngineSpec(model_path=str(fleet.model), device="cpu")
     first, second, spare = equal_specs(model, 3, fleet.config)
