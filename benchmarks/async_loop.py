@@ -40,14 +40,14 @@ def main(out: Path, *, quick: bool) -> list[Record]:
 
     Args:
         out: Directory for logs and results.
-        quick: Three steps instead of twelve.
+        quick: Three steps of a quarter of the prompts instead of twelve, half as long at most.
 
     Raises:
         RuntimeError: There are not two cores, or a run failed.
     """
     if len(cores := sorted(os.sched_getaffinity(0))) < 2:
         raise RuntimeError(f"async_loop needs two cores, one for each half, and may use {len(cores)}")
-    steps = 3 if quick else 12
+    steps, size = (3, sized(PROMPTS // 4, LONGEST // 2)) if quick else (12, sized(PROMPTS, LONGEST))
     places = Places.under(ROOT / "outputs" / "quickstart", SEED)
     places.run.mkdir(parents=True, exist_ok=True)
     get_model(places)
@@ -55,8 +55,15 @@ def main(out: Path, *, quick: bool) -> list[Record]:
     rows = {}
     for name, further in (("sync", []), ("async", ["--async-buffer-size", "2"])):
         print(f"{name}: {steps} steps", flush=True)
-        rows[name] = run(places, out / name, steps, further, cores)
+        rows[name] = run(places, out / name, steps, [*size, *further], cores)
     return figures(rows["sync"], rows["async"])
+
+
+def sized(prompts: int, longest: int, steps: int = 1) -> list[str]:
+    """Flags of so many prompts a rollout, and so many tokens a response; a rollout is trained on in so many steps."""
+    size = str(prompts * GROUP // steps)
+    words = ["--rollout-batch-size", str(prompts), "--rollout-max-response-len", str(longest)]
+    return [*words, "--global-batch-size", size, "--micro-batch-size", size]
 
 
 def run(
@@ -68,11 +75,8 @@ def run(
     flags = train_flags(places, engine_python=ENGINE_PYTHON, seed=SEED, steps=steps, bf16=bf16)
     for name in (*OF_QUICK_START, *EVALUATION):
         del flags[name]
-    samples = str(PROMPTS * GROUP)
-    words = ["--output-dir", str(out / "run"), "--skip-eval-before-train", "--rollout-batch-size", str(PROMPTS)]
-    words += ["--n-samples-per-prompt", str(GROUP), "--global-batch-size", samples, "--micro-batch-size", samples]
-    words += ["--rollout-max-response-len", str(LONGEST), "--custom-generate-function-path", str(FUNCTIONS)]
-    words += ["--custom-rm-path", f"{FUNCTIONS}:reward"]
+    words = ["--output-dir", str(out / "run"), "--skip-eval-before-train", "--n-samples-per-prompt", str(GROUP)]
+    words += ["--custom-generate-function-path", str(FUNCTIONS), "--custom-rm-path", f"{FUNCTIONS}:reward"]
     words += ["--engine-threads", "1", "--trainer-threads", "1"]
     # Which cores OpenMP's threads run on, the first of which is the process's own.
     words += ["--train-env-vars", json.dumps({"GOMP_CPU_AFFINITY": str(cores[1])})]

@@ -19,7 +19,7 @@ from statistics import fmean
 from typing import Any
 
 from _records import Record
-from async_loop import GROUP, SEED, SKIPPED, run, step_seconds
+from async_loop import SEED, SKIPPED, run, sized, step_seconds
 from quickstart import ROOT, get_model, write_data
 from quickstart_parts import Places
 
@@ -51,38 +51,37 @@ def main(out: Path, *, quick: bool) -> list[Record]:
 
     Args:
         out: Directory for logs, the profile and results.
-        quick: Four steps each instead of ten.
+        quick: Four steps each instead of ten, half as long at most, and the first setting alone.
 
     Raises:
         RuntimeError: There are not two cores, or a run failed.
     """
     if len(cores := sorted(os.sched_getaffinity(0))) < 2:
         raise RuntimeError(f"simulate_real needs two cores, one for each half, and may use {len(cores)}")
-    steps = QUICK_STEPS if quick else STEPS
+    steps, longest = (QUICK_STEPS, LONGEST // 2) if quick else (STEPS, LONGEST)
+    settings = dict(list(SETTINGS.items())[:1]) if quick else SETTINGS
     places = Places.under(ROOT / "outputs" / "quickstart", SEED)
     places.run.mkdir(parents=True, exist_ok=True)
     get_model(places)
     write_data(places, SEED)
     for number, (prompts, further) in enumerate(PROFILED):
         print(f"to profile: {prompts} prompts {' '.join(further)}: {steps} steps", flush=True)
-        run(places, out / f"profiled-{number}", steps, flags_of(prompts, further), cores)
+        run(places, out / f"profiled-{number}", steps, flags_of(prompts, longest, further), cores)
     profile = profile_of_runs([out / f"profiled-{number}" / "run" for number in range(len(PROFILED))])
     write_profile(profile, out / "profile.toml")
     records = []
-    for number, (name, (prompts, further)) in enumerate(SETTINGS.items()):
+    for number, (name, (prompts, further)) in enumerate(settings.items()):
         print(f"{name}: {steps} steps", flush=True)
         directory = out / f"run-{number}"
-        rows = run(places, directory, steps, flags_of(prompts, further), cores)
+        rows = run(places, directory, steps, flags_of(prompts, longest, further), cores)
         records += compared(name, rows, foreseen(profile, directory / "run", steps))
     return records
 
 
-def flags_of(prompts: int, further: Sequence[str]) -> list[str]:
-    """Flags of a setting, which take the place of those of `async_loop`."""
+def flags_of(prompts: int, longest: int, further: Sequence[str]) -> list[str]:
+    """Flags of a setting."""
     steps = int(further[further.index("--num-steps-per-rollout") + 1]) if "--num-steps-per-rollout" in further else 1
-    size = str(prompts * GROUP // steps)
-    words = ["--rollout-batch-size", str(prompts), "--rollout-max-response-len", str(LONGEST)]
-    return [*words, "--global-batch-size", size, "--micro-batch-size", size, *further]
+    return [*sized(prompts, longest, steps), *further]
 
 
 def foreseen(profile: Profile, output_dir: Path, steps: int) -> list[SimulatedRun]:
