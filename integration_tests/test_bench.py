@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -120,6 +121,23 @@ def test_only_benchmarks_that_have_larger_runs_are_asked_for_them(
         for quick, full in ((False, False), (True, False), (False, True)):
             expected = Record("a", "b", 2 * quick + (full and bool(further)), "c")
             assert bench.run(name, quick=quick, full=full)["records"] == [vars(expected)]
+
+
+def test_each_of_several_has_a_process_of_its_own_and_a_failure_ends_none_but_itself(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    import bench
+
+    one = "import os, sys; print('ran', sys.argv[1], os.getpid()); sys.exit(sys.argv[1] == 'bad')"
+    assert bench.run_each(["good", "bad", "last"], [sys.executable, "-c", one]) == 1
+    said = capfd.readouterr().out
+    assert len(set(re.findall(r"ran \w+ (\d+)", said))) == 3
+    assert re.findall(r"^(\w+) +[\d.]+ s(?:  exit code (\d))?$", said, re.M) == [
+        ("good", ""),
+        ("bad", "1"),
+        ("last", ""),
+    ]
+    assert bench.run_each(["good"], [sys.executable, "-c", one]) == 0
 
 
 def test_our_seconds_add_up_to_the_step() -> None:

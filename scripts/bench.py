@@ -59,14 +59,32 @@ def main(argv: Sequence[str]) -> int:
         from slime_rollout.supervise import run_under_supervisor
 
         return run_under_supervisor([sys.executable, __file__, "--inside", *argv], grace=STOP_SECONDS)
+    names = args.names or list(known)
+    if len(names) > 1:
+        flags = [word for word in argv if word.startswith("--")]
+        return run_each(names, [sys.executable, __file__, *flags])
     sys.path.append(str(BENCHMARKS))
-    for name in args.names or known:
-        result = run(name, quick=args.quick, full=args.full)
-        path = write(name, result, OUTPUTS)
-        print(f"\n{name}\n{table(result['records'], baseline(name))}\n{path}", flush=True)
-        if args.save_baseline:
-            print(write(name, result, BENCHMARKS / "baselines"))
+    [name] = names
+    result = run(name, quick=args.quick, full=args.full)
+    path = write(name, result, OUTPUTS)
+    print(f"\n{name}\n{table(result['records'], baseline(name))}\n{path}", flush=True)
+    if args.save_baseline:
+        print(write(name, result, BENCHMARKS / "baselines"))
     return 0
+
+
+def run_each(names: Sequence[str], command: Sequence[str]) -> int:
+    """Run benchmarks, each in a process of its own, and say what they took; returns the first one's code that failed.
+
+    What one imports, or tells torch, would be there for the next.
+    """
+    codes, lines = [], []
+    for name in names:
+        began = time.monotonic()
+        codes.append(subprocess.run([*command, name]).returncode)
+        lines.append(f"{name:<24} {time.monotonic() - began:7.1f} s" + (f"  exit code {codes[-1]}" * (codes[-1] != 0)))
+    print("\n" + "\n".join(lines), flush=True)
+    return next((code for code in codes if code), 0)
 
 
 def run(name: str, *, quick: bool, full: bool = False) -> dict[str, Any]:
