@@ -14,6 +14,7 @@ latter over the longer of the two alone; what it has above 1 is sending weights,
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -56,7 +57,8 @@ def main(out: Path, *, quick: bool) -> list[Record]:
     for name, further in (("sync", []), ("async", ["--async-buffer-size", "2"])):
         print(f"{name}: {steps} steps", flush=True)
         rows[name] = run(places, out / name, steps, [*size, *further], cores)
-    return figures(rows["sync"], rows["async"])
+    records = figures(rows["sync"], rows["async"])
+    return [dataclasses.replace(record, case=f"{record.case}, quick") for record in records] if quick else records
 
 
 def sized(prompts: int, longest: int, steps: int = 1) -> list[str]:

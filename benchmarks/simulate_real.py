@@ -59,7 +59,7 @@ def main(out: Path, *, quick: bool) -> list[Record]:
     if len(cores := sorted(os.sched_getaffinity(0))) < 2:
         raise RuntimeError(f"simulate_real needs two cores, one for each half, and may use {len(cores)}")
     steps, longest = (QUICK_STEPS, LONGEST // 2) if quick else (STEPS, LONGEST)
-    settings = dict(list(SETTINGS.items())[:1]) if quick else SETTINGS
+    settings = {f"{name}, quick": SETTINGS[name] for name in list(SETTINGS)[:1]} if quick else SETTINGS
     places = Places.under(ROOT / "outputs" / "quickstart", SEED)
     places.run.mkdir(parents=True, exist_ok=True)
     get_model(places)

@@ -47,14 +47,14 @@ def main(out: Path, *, quick: bool) -> list[Record]:
     """Measure all of it.
 
     Args:
-        out: Directory for the other checkout, logs and results.
+        out: Directory for logs and results. The other checkout lies next to it, for the next time.
         quick: One counted round of the run alone, instead of three of everything.
     """
     places = Places.under(ROOT / "outputs" / "quickstart", launcher.SEED)
     places.run.mkdir(parents=True, exist_ok=True)
     get_model(places)
     write_data(places, launcher.SEED)
-    checkouts = {"before": checkout(out / "before"), "now": ROOT}
+    checkouts = {"before": checkout(out.with_name(f"start-{BEFORE}")), "now": ROOT}
     cases: dict[str, Measure] = {"run": started(places)}
     if not quick:
         cases |= {"resume": resumed(places), "evaluation": evaluated(places), "engine": second_engine(places)}
@@ -71,7 +71,8 @@ def main(out: Path, *, quick: bool) -> list[Record]:
 
 def checkout(directory: Path) -> Path:
     """A clone of the other commit, with its environments."""
-    subprocess.run(["git", "clone", "--quiet", "--no-checkout", "--shared", str(ROOT), str(directory)], check=True)
+    if not directory.exists():
+        subprocess.run(["git", "clone", "--quiet", "--no-checkout", "--shared", str(ROOT), str(directory)], check=True)
     subprocess.run(["git", "checkout", "--quiet", BEFORE], cwd=directory, check=True)
     make = "source scripts/environments.sh && use_tools && sync_trainer && sync_engine"
     subprocess.run(["bash", "-c", make], cwd=directory, check=True)
