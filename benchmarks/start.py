@@ -9,6 +9,7 @@ round has cold caches and is not counted.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -71,8 +72,11 @@ def main(out: Path, *, quick: bool) -> list[Record]:
 
 def checkout(directory: Path) -> Path:
     """A clone of the other commit, with its environments."""
-    if not directory.exists():
-        subprocess.run(["git", "clone", "--quiet", "--no-checkout", "--shared", str(ROOT), str(directory)], check=True)
+    if not directory.exists():  # one without a repository of its own would have git check out this one
+        new = directory.with_suffix(".new")
+        shutil.rmtree(new, ignore_errors=True)
+        subprocess.run(["git", "clone", "--quiet", "--no-checkout", "--shared", str(ROOT), str(new)], check=True)
+        new.rename(directory)
     subprocess.run(["git", "checkout", "--quiet", BEFORE], cwd=directory, check=True)
     make = "source scripts/environments.sh && use_tools && sync_trainer && sync_engine"
     subprocess.run(["bash", "-c", make], cwd=directory, check=True)

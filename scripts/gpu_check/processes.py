@@ -110,4 +110,4 @@ def _serve(connection: Connection, rank: int, world: int) -> None:
             first, *_ = str(error).splitlines() or [""]
             answer = (False, f"{type(error).__name__}: {first}")
         connection.send(answer)
-        gc.collect()  # a worker's models refer to each other, and keep process groups with a dozen threads each
+        gc.collect()  # models are in cycles of references, and hold process groups, which have threads

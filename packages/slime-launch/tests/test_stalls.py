@@ -24,7 +24,7 @@ from slime_rollout.engine.config import EngineConfig
 
 pytestmark = pytest.mark.real
 CLUSTER = ClusterConfig(actor_num_gpus_per_node=2, rollout_num_gpus=1)
-FEW_SECONDS = 20.0  # to look at two ranks
+FEW_SECONDS = 5.0  # to look at two ranks
 CHILD = """import sys, time
 def child_sleeps():
     print("ready", file=sys.stderr, flush=True); time.sleep(600)

@@ -154,14 +154,20 @@ def known():
     ],
 )
 def test_a_layout_replays_as_one_process_does(train, known, name, layout):
-    if name not in known:
-        known[name] = train(name, Layout(1, {}))
-    check_same(train(name, (LAYOUTS | PIPELINED)[layout]), known[name], layout)
+    how = shared_as(layout)
+    key = (name, *how.values())
+    if key not in known:
+        known[key] = train(name, Layout(1, {}), **how)
+    # A prompt that is shared counts once.
+    check_same(train(name, (LAYOUTS | PIPELINED)[layout]), known[key], changed=0.06 if "shared" in layout else 0.03)
 
 
-def check_same(found, expected, layout):
-    # A prompt that is shared counts once. One process may share prompts, context-parallel ranks do not.
-    changed = 0.06 if "shared" in layout or "cp" in layout else 0.03
+def shared_as(layout):
+    """Settings with which one process counts a prompt as often as a layout: context-parallel ranks share none."""
+    return {"share_prompts": "off"} if "cp" in layout else {}
+
+
+def check_same(found, expected, changed=0.03):
     for step, wanted in zip(found[0], expected[0], strict=True):
         assert step["routing_replay_changed"] == pytest.approx(wanted["routing_replay_changed"], abs=changed)
         for metric in ("loss", "grad_norm", "kl_loss"):
@@ -188,9 +194,9 @@ def test_steps_choose_the_experts_of_the_old_log_probs(train, tiny_model, name, 
         return [dataclasses.replace(one, extras={"routed_experts": chosen(hf, one, name)}) for one in samples]
 
     layouts = LAYOUTS | PIPELINED | {"one process": Layout(1, {})}
-    expected = train(name, layouts["one process"], chosen_by_transformers)
+    expected = train(name, layouts["one process"], chosen_by_transformers, **shared_as(layout))
     recorded = train(name, layouts[layout], lambda samples, name: samples, use_routing_replay=True)
-    check_same(recorded, expected, layout)
+    check_same(recorded, expected)
     assert recorded[0][0]["routing_replay_changed"] < 0.01 < recorded[0][-1]["routing_replay_changed"]
     own = train(name, layouts["one process"], lambda samples, name: samples)
     assert "routing_replay_changed" not in own[0][0]

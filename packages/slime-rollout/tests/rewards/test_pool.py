@@ -41,8 +41,9 @@ def verify(response, label, metadata):
     if response == "child": subprocess.Popen(["sleep", "600"]); time.sleep(600)
     if response == "big": return float(len(b"x" * (300 << 20)) > 0)
     if response == "pid": return float(os.getpid())
-    if response == "count":
+    if response.startswith("count"):
         with open(metadata["file"], "a") as file: file.write("x")
+    if response == "count, sleep": time.sleep(600)
     return float(response == label)
 
 class Unshown:
@@ -121,9 +122,10 @@ def test_equal_requests_that_are_open_are_one(pool, tmp_path):
     counted = {"file": str(tmp_path / "calls")}
     assert ask(pool, *["count"] * 50, label="count", metadata=counted) == [1.0] * 50
     assert (tmp_path / "calls").read_text() == "x"
-    start = time.monotonic()
-    assert [str(error) for error in ask(pool, *["sleep"] * 50)] == ["it took more than 2 s"] * 50
-    assert time.monotonic() - start < 15 * LIMIT  # one after the other on two workers: 25 * LIMIT
+    counted = {"file": str(tmp_path / "late")}
+    late = ask(pool, *["count, sleep"] * 8, metadata=counted)
+    assert [str(error) for error in late] == ["it took more than 2 s"] * 8
+    assert (tmp_path / "late").read_text() == "x"
 
 
 def test_one_that_is_cancelled_takes_no_equal_one_with_it(pool, tmp_path):
@@ -186,16 +188,18 @@ def test_waiting_for_a_worker_is_not_counted(pool, tmp_path):
 
 
 def test_the_event_loop_goes_on_while_verifiers_hang(pool):
-    async def ticks():
-        hanging, count = asyncio.create_task(pool.score("hang", "right", {})), 0
+    async def longest():
+        hanging = asyncio.create_task(pool.score("hang", "right", {}))
+        latest, longest = time.monotonic(), 0.0
         while not hanging.done():
             await asyncio.sleep(0.01)
-            count += 1
+            longest, latest = max(longest, time.monotonic() - latest), time.monotonic()
         with pytest.raises(VerifierError):
             await hanging
-        return count
+        return longest
 
-    assert LOOP.run(asyncio.wait_for(ticks(), 60)) > 10  # of 200; a loop that waits has one
+    # A loop that waits for a verifier does so each time; a busy machine keeps one waiting now and then.
+    assert any(LOOP.run(asyncio.wait_for(longest(), 60)) < 0.5 for _ in range(5))
 
 
 def test_equal_requests_are_verified_once_and_failures_again(pool, tmp_path):

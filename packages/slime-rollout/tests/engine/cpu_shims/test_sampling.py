@@ -115,7 +115,7 @@ def test_a_neighbour_with_top_k_leaves_the_tokens_of_other_rows_as_they_were(sam
     probabilities, seed, position = torch.softmax(torch.randn(3, 300), -1), torch.arange(3), torch.arange(3)
     alone = sampling.sampling_from_probs(None, probabilities, seed, position)
 
-    def original(probs, *_, **__):  # SGLang's answer for the second row, which has a top-k of 1, and none of use else
+    def original(probs, *_, **__):  # SGLang's answer is right for the second row alone, which has a top-k of 1
         tokens = torch.tensor([0, 7, 0], dtype=torch.int32)
         return (tokens, probs.sort().values, probs.argsort(), torch.tensor([0.0, 1.0, 0.0])) if captures else tokens
 
