@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from slime_rollout.engine import EngineDiedError
 from slime_rollout.engine.addresses import free_port
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.fleet import EngineFleet
@@ -38,7 +39,37 @@ def open_files():
 
 
 @pytest.fixture(scope="session")
-def fleet(engine_config, tiny_model, tmp_path_factory):
+def kept_fleet(engine_config, tiny_model, tmp_path_factory):
+    """Gives the fleet, or another one where a test has ended an engine of it: which files come first is by chance."""
+    with contextlib.ExitStack() as stack:
+        kept = []
+
+        def give():
+            if kept and not serves(kept[-1]):
+                stack.close()
+                kept.clear()
+            if not kept:
+                kept.append(stack.enter_context(started(engine_config, tiny_model, tmp_path_factory.mktemp("logs"))))
+            return kept[-1]
+
+        yield give
+
+
+@pytest.fixture(scope="module")
+def fleet(kept_fleet):
+    return kept_fleet()
+
+
+def serves(fleet):
+    try:
+        fleet.check()
+    except EngineDiedError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def started(engine_config, tiny_model, logs):
     seen, before = [], pids_below()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody is there, and nobody may try
@@ -49,19 +80,19 @@ def fleet(engine_config, tiny_model, tmp_path_factory):
             dtype="float32",
             context_length=None,
             seed=1,
-            log_dir=tmp_path_factory.mktemp("logs"),
+            log_dir=logs,
             on_progress=lambda ready, total, seconds: seen.append((ready, total, seconds)),
         )
     print(f"two engines and the router were up after {fleet.startup_seconds:.1f} s")
     assert seen[-1][:2] == (3, 3)
     load_files = {path for path in open_files() if path.startswith(LOAD_FILES)}
     assert len(load_files) == 2
-    started = pids_below() - before
-    assert len(started) > 3
+    new = pids_below() - before
+    assert len(new) > 3
     yield fleet
     fleet.stop()
     assert not [path for path in load_files if Path(path).exists()]
-    assert not started & pids_below()
+    assert not new & pids_below()
 
 
 class Worker:
