@@ -46,9 +46,9 @@ def main(out: Path, *, quick: bool) -> list[Record]:
 
     Args:
         out: For the checkpoints.
-        quick: Smaller models, and two rounds instead of five.
+        quick: Smaller models, and one round instead of five.
     """
-    size, rounds = (256, 2) if quick else (512, 5)
+    size, rounds = (256, 1) if quick else (512, 5)
     saves = saved_records(in_new_process("saves", str(out / "saves"), "256" if quick else "576", str(rounds)))
     shutil.rmtree(out / "saves")
     in_new_process("save", str(out), str(size), "1")

@@ -54,9 +54,9 @@ def main(out: Path, *, quick: bool) -> list[Record]:
 
     Args:
         out: Directory for logs and the stacks.
-        quick: Two rollouts of each instead of ten.
+        quick: One rollout of each instead of ten.
     """
-    rounds = 2 if quick else 10
+    rounds = 1 if quick else 10
     places = Places.under(ROOT / "outputs" / "quickstart", SEED)
     places.run.mkdir(parents=True, exist_ok=True)
     get_model(places)

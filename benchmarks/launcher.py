@@ -40,9 +40,9 @@ def main(out: Path, *, quick: bool) -> list[Record]:
 
     Args:
         out: Directory for logs and results.
-        quick: Two processes and one run of three steps, instead of five and three runs of six.
+        quick: Two processes and one run of two steps, instead of five and three runs of six.
     """
-    processes, runs, steps = (2, 1, 3) if quick else (5, 3, 6)
+    processes, runs, steps = (2, 1, 2) if quick else (5, 3, 6)
     places = Places.under(ROOT / "outputs" / "quickstart", SEED)
     places.run.mkdir(parents=True, exist_ok=True)
     get_model(places)

@@ -24,7 +24,6 @@ from quickstart_parts import Places, command_script, replace_flags, train_flags
 REQUIREMENTS = ROOT / "benchmarks" / "requirements-trl.txt"
 TRL_ENV = ROOT / ".venv-trl"
 PROMPTS, GROUP, RESPONSE_TOKENS, SEED = 16, 8, 6, 1
-SAMPLES = PROMPTS * GROUP
 TRL_MICRO_BATCH = 32  # TRL pads and does not share prompts: 128 samples at once need more memory and are not faster
 START_LIMIT_SECONDS = 1800.0
 GOAL = 6.0
@@ -44,9 +43,9 @@ def main(out: Path, *, quick: bool) -> list[Record]:
 
     Args:
         out: Directory for logs and results.
-        quick: One round of two steps instead of two rounds of five.
+        quick: One round of two steps, a quarter of the prompts each, instead of two rounds of five.
     """
-    rounds, steps = (1, 2) if quick else (2, 5)
+    rounds, steps, prompts = (1, 2, PROMPTS // 4) if quick else (2, 5, PROMPTS)
     places = Places.under(ROOT / "outputs" / "quickstart", SEED)
     places.run.mkdir(parents=True, exist_ok=True)
     get_model(places)
@@ -55,19 +54,22 @@ def main(out: Path, *, quick: bool) -> list[Record]:
     ours, trl = [], []
     for number in range(rounds):
         print(f"round {number + 1} of {rounds}: ours", flush=True)
-        ours.append(run_ours(places, out / f"ours-{number}", steps))
+        ours.append(run_ours(places, out / f"ours-{number}", steps, prompts))
         print(f"round {number + 1} of {rounds}: TRL", flush=True)
-        trl.append(run_trl(places, out / f"trl-{number}", steps, count_flops=number == rounds - 1))
-    return summarize(ours, trl)
+        trl.append(run_trl(places, out / f"trl-{number}", steps, prompts, count_flops=number == rounds - 1))
+    return summarize(ours, trl, prompts * GROUP)
 
 
-def run_ours(places: Places, out: Path, steps: int) -> Round:
+def run_ours(places: Places, out: Path, steps: int, prompts: int) -> Round:
     """`slime-launch train` with the quick start's flags, without evaluation and checkpoints."""
     out.mkdir(parents=True)
     flags = train_flags(places, engine_python=ENGINE_PYTHON, seed=SEED, steps=steps)
     for name in ("--save", "--save-interval", "--eval-prompt-data", "--eval-interval", "--eval-temperature"):
         del flags[name]
-    flags = replace_flags(flags, ["--output-dir", str(out / "run"), "--kl-loss-type", "k3", "--skip-eval-before-train"])
+    words = ["--output-dir", str(out / "run"), "--kl-loss-type", "k3", "--skip-eval-before-train"]
+    samples = str(prompts * GROUP)
+    words += ["--rollout-batch-size", str(prompts), "--global-batch-size", samples, "--micro-batch-size", samples]
+    flags = replace_flags(flags, words)
     script = out / "command.sh"
     launcher = ROOT / ".venv" / "bin" / "slime-launch"
     script.write_text(command_script(flags, model_args=MODEL_ARGS, launcher=launcher, root=ROOT))
@@ -76,7 +78,7 @@ def run_ours(places: Places, out: Path, steps: int) -> Round:
     rollouts = [row for row in rows if row["kind"] == "rollout"]
     prefilled = sum(int(n) for log in (out / "run" / "logs").glob("engine*") for n in PREFILL.findall(log.read_text()))
     config = json.loads((places.hf / "config.json").read_text())
-    return Round([our_seconds(row) for row in rollouts[1:]], our_flops(config, rollouts, prefilled))
+    return Round([our_seconds(row) for row in rollouts[1:]], our_flops(config, rollouts, prefilled, prompts))
 
 
 def our_seconds(row: Mapping[str, float]) -> dict[str, float]:
@@ -91,27 +93,30 @@ def our_seconds(row: Mapping[str, float]) -> dict[str, float]:
     return known | {"other": row["perf/step_time"] - sum(known.values()), "step": row["perf/step_time"]}
 
 
-def our_flops(config: Mapping[str, Any], rollouts: Sequence[Mapping[str, float]], prefilled: float) -> float:
+def our_flops(
+    config: Mapping[str, Any], rollouts: Sequence[Mapping[str, float]], prefilled: float, prompts: int
+) -> float:
     """Operations per step: tokens that the engine and the trainer say they computed, times the formula.
 
     Args:
         config: The model's config.json.
         rollouts: The rollout rows of metrics.jsonl.
         prefilled: Prompt tokens that the engine computed in the whole run, after its cache.
+        prompts: Of a step.
     """
     total = 0.0
     for row in rollouts:
         responses = row["rollout/response_tokens"]
-        context = row["perf/forward_backward_tokens"] / PROMPTS / 2
-        decoded = responses - SAMPLES  # the first token of a response comes from the prompt's pass
+        context = row["perf/forward_backward_tokens"] / prompts / 2
+        decoded = responses - prompts * GROUP  # the first token of a response comes from the prompt's pass
         total += forward_flops(config, tokens=decoded, context=2 * context, logits=responses)
         total += forward_flops(config, tokens=row["perf/ref_log_probs_tokens"], context=context, logits=responses)
         total += training_flops(config, tokens=row["perf/forward_backward_tokens"], context=context, logits=responses)
-    total += forward_flops(config, tokens=prefilled, context=prefilled / len(rollouts) / PROMPTS / 2, logits=0)
+    total += forward_flops(config, tokens=prefilled, context=prefilled / len(rollouts) / prompts / 2, logits=0)
     return total / len(rollouts)
 
 
-def run_trl(places: Places, out: Path, steps: int, *, count_flops: bool) -> Round:
+def run_trl(places: Places, out: Path, steps: int, prompts: int, *, count_flops: bool) -> Round:
     """`GRPOTrainer` in its own environment; one more step when its operations are to be counted."""
     out.mkdir(parents=True)
     flags = train_flags(places, engine_python=ENGINE_PYTHON, seed=SEED, steps=steps)
@@ -119,7 +124,7 @@ def run_trl(places: Places, out: Path, steps: int, *, count_flops: bool) -> Roun
         "model": str(places.hf),
         "data": str(places.train_data),
         "steps": steps + count_flops,
-        "prompts_per_step": PROMPTS,
+        "prompts_per_step": prompts,
         "group_size": GROUP,
         "response_tokens": RESPONSE_TOKENS,
         "micro_batch_size": TRL_MICRO_BATCH,
@@ -138,13 +143,13 @@ def run_trl(places: Places, out: Path, steps: int, *, count_flops: bool) -> Roun
     return Round([step["seconds"] for step in result["steps"][1:steps]], result["flops"])
 
 
-def summarize(ours: Sequence[Round], trl: Sequence[Round]) -> list[Record]:
-    """Medians over the steps that count, and the ratio of both sides."""
+def summarize(ours: Sequence[Round], trl: Sequence[Round], samples: int) -> list[Record]:
+    """Medians over the steps that count, each of so many samples, and the ratio of both sides."""
     records, rates = [], []
     for case, rounds in (("ours", ours), ("trl", trl)):
         steps = [step for each in rounds for step in each.steps]
         seconds = {phase: median(step.get(phase, 0.0) for step in steps) for phase in steps[0]}
-        rates.append(SAMPLES / seconds["step"])
+        rates.append(samples / seconds["step"])
         records += [Record(case, phase, value, "s", more_is_better=False) for phase, value in seconds.items()]
         records.append(Record(case, "rate", rates[-1], "samples/s", more_is_better=True))
         flops = [each.flops for each in rounds if each.flops is not None]

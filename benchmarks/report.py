@@ -32,7 +32,7 @@ STEPS, QUICK_STEPS, FACTOR = 1000, 100, 10
 SHOWN, TOKENS, RANKS = 8, 300, 16
 STEP_SECONDS = 60.0
 SECONDS_GOAL, MIB_GOAL, OPEN_GOAL, SHARE_GOAL = 5.0, 10.0, 2.0, 1.0
-SERVED_SECONDS, QUICK_SERVED_SECONDS, POLL_SECONDS = 240.0, 20.0, 2.0
+SERVED_SECONDS, QUICK_SERVED_SECONDS, POLL_SECONDS = 240.0, 6.0, 2.0
 OPEN_LIMIT = 60.0
 WORDS = ("the", "sum", "of", "two", "numbers", "is", "carry", "one", "so", "we", "get", "therefore", "check", "again")
 SHOWS = {
@@ -48,7 +48,7 @@ def main(out: Path, *, quick: bool) -> list[Record]:
 
     Args:
         out: Where the runs' files go.
-        quick: A tenth of the steps, and 20 seconds of `--serve`.
+        quick: A tenth of the steps, and 6 seconds of `--serve`.
     """
     sys.path.append(str(extra_packages("report")))
     steps = QUICK_STEPS if quick else STEPS

@@ -7,6 +7,7 @@
 
 Figures and facts about the machine go to outputs/bench/NAME.json. `ratio` is this run over the committed one in
 benchmarks/baselines/NAME.json, which names its machine too: on another one, compare figures that are ratios themselves.
+With --quick there is no `ratio`: its sizes are not those of the committed runs.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def main(argv: Sequence[str]) -> int:
     [name] = names
     result = run(name, quick=args.quick, full=args.full)
     path = write(name, result, OUTPUTS)
-    print(f"\n{name}\n{table(result['records'], baseline(name))}\n{path}", flush=True)
+    before = {} if args.quick else baseline(name)  # of the whole size
+    print(f"\n{name}\n{table(result['records'], before)}\n{path}", flush=True)
     if args.save_baseline:
         print(write(name, result, BENCHMARKS / "baselines"))
     return 0
