@@ -233,6 +233,18 @@ def test_a_trainer_rank_that_dies_ends_a_wait_for_something_else(part, tmp_path)
     trainers.kill()
 
 
+def test_nobody_takes_the_port_where_ranks_will_meet(group, tmp_path):
+    import ray
+
+    actor = ray.remote(TrainerRank).options(num_cpus=0).remote(str(tmp_path), str(tmp_path / "log"), Seat(1, 0, 1))
+    worker = Worker("trainer rank 0", actor, tmp_path / "log", Watch())
+    address, port = worker.call("meeting_point")
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server((address, port))
+    socket.create_connection((address, port), 5).close()  # ranks that come early wait
+    worker.kill()
+
+
 class Rank(TrainerRank):
     """A rank that builds nothing."""
 

@@ -77,6 +77,7 @@ def migrate(argv: list[str]) -> int:
         print(f"\nslime-launch {done.command} --config {shlex.quote(given.toml)}")
     else:
         print(f"\n{as_command(done)}")
+    sys.stdout.flush()  # where both are one pipe, what follows is to come last
     for line in done.open:
         print(f"slime-launch: {line}", file=sys.stderr)
     return 0 if done.runs else 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import socket
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -85,6 +86,7 @@ class TrainerRank:
         self._worker: TrainerWorker | None = None  # until `build`
         self._channel: tuple[ChannelSpec, WeightChannel] | None = None
         self._rank = 0
+        self._listening: socket.socket | None = None  # of rank 0, until `build`
 
     def alive(self) -> int:
         """This process's id; that it answers is what matters."""
@@ -95,17 +97,26 @@ class TrainerRank:
         return own_place()
 
     def meeting_point(self) -> tuple[str, int]:
-        """Address and free port of this process's node, for rank 0."""
+        """Address and port of this process's node where it listens from now on, for rank 0.
+
+        Its imports take seconds, in which a port that was only found to be free could be taken by another run.
+        """
         import ray
 
         address = ray.util.get_node_ip_address()
-        return address, free_port(address)
+        family, _, _, _, where = socket.getaddrinfo(address, free_port(address), type=socket.SOCK_STREAM)[0]
+        self._listening = socket.create_server(where, family=family)
+        port: int = self._listening.getsockname()[1]
+        return address, port
 
     def build(self, spec: TrainerSpec, rendezvous: Rendezvous) -> None:
         """Build the model, meet the other ranks and load weights."""
         from slime_megatron.start import start_worker
 
         self._rank = rendezvous.rank
+        if self._listening is not None:
+            rendezvous = dataclasses.replace(rendezvous, listen=self._listening.detach())
+            self._listening = None
         self._worker = start_worker(
             dataclasses.replace(spec.config, trainer_threads=self._threads),
             spec.algorithm,

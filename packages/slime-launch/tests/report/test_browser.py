@@ -349,7 +349,7 @@ def test_tabs_by_keys_and_names_for_screen_readers(reader, one):
       .map((one) => one.outerHTML.slice(0, 100))"""
     for name in TABS:
         reader.tab(name)
-        assert reader.js(nameless) == []
+        reader.wait(lambda: reader.js(nameless) == [])
     panels = """return [...document.querySelectorAll("[role=tab]")].map((one) =>
       document.getElementById(one.getAttribute("aria-controls")).getAttribute("aria-labelledby"))"""
     assert reader.js(panels) == [f"tab-{name}" for name in TABS]

@@ -29,12 +29,12 @@ def join_ranks(config: MegatronConfig, rendezvous: Rendezvous, device: Device) -
     # Processes of a busy machine begin apart, by more than ranks in a step wait for each other.
     to_meet = max(timeout, datetime.timedelta(minutes=1))
     family, _, _, _, where = socket.getaddrinfo(rendezvous.address, rendezvous.port, type=socket.SOCK_STREAM)[0]
-    listen: int | None = None
+    listen = rendezvous.listen
     if ipaddress.ip_address(where[0]).is_loopback:
         # gloo and NCCL talk through an interface that they choose; a laptop's may be down, and others can reach it.
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
-    if rendezvous.rank == 0:  # torch's store listens on every interface unless it is given a socket
+    if rendezvous.rank == 0 and listen is None:  # torch's store listens on every interface unless it is given a socket
         listen = socket.create_server(where, family=family).detach()
     store = dist.TCPStore(  # type: ignore[attr-defined]
         rendezvous.address,

@@ -17,12 +17,17 @@ from slime_core.types.arrays import Columns, Ragged, read_npz, write_npz
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where a trainer rank meets the others: at a TCP port of rank 0's host."""
+    """Where a trainer rank meets the others: at a TCP port of rank 0's host.
+
+    Attributes:
+        listen: For rank 0, the file descriptor of a socket that listens there already; without one it opens its own.
+    """
 
     rank: int
     world_size: int
     address: str
     port: int
+    listen: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -108,6 +108,7 @@ const makeTable = () => {
     rowHeight: 26,
   });
   built = new Promise((resolve) => table.on("tableBuilt", resolve));
+  table.on("tableBuilt", () => parts.table.querySelector(".tabulator-tableholder").setAttribute("aria-label", "Rows of samples"));
   table.on("rowClick", (_, row) => show(row.getData().id, { scroll: false }));
   table.on("dataFiltered", () => setTimeout(count));
   table.on("dataLoaded", () => setTimeout(count));
