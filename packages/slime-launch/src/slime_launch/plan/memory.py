@@ -27,6 +27,7 @@ class TrainerMemory:
     Attributes:
         stage: Its pipeline stage.
         process: What it takes without a model.
+        gradients: With the distributed optimizer on a CPU, and a copy: gloo adds them up in one.
         critic: Everything of the critic between steps; where it takes turns with the actor, what it takes more.
         frozen: Reference and teacher, where they share the memory: on a CPU.
         activations: Of the micro-batch; ``logits`` those of the output layer.
@@ -88,6 +89,10 @@ def trainer_memory(
     critic = role_config(megatron, "critic", overrides) if settings.algorithm.needs_critic else None
     scores = settings.algorithm.loss_type == "rm_loss"  # it has a value head
 
+    alone = actor.tensor_model_parallel_size * actor.pipeline_model_parallel_size
+    in_copy = device.is_cpu and actor.use_distributed_optimizer and world > alone
+    in_copy = in_copy and not actor.overlaps_gradients(on_gpu)  # then it is a bucket's
+
     def of(stage: int) -> TrainerMemory:
         own = stage_memory(shape, actor, world, stage, value_head=scores, on_gpu=on_gpu)
         second = critic and stage_memory(shape, critic, world, stage, value_head=True, on_gpu=on_gpu)
@@ -107,7 +112,7 @@ def trainer_memory(
             stage=stage,
             process=TRAINER_PROCESS if device.is_cpu else CUDA_PROCESS,
             weights=own.weights,
-            gradients=own.gradients,
+            gradients=own.gradients * (1 + in_copy),
             optimizer=own.optimizer,
             critic=max(0, other - own.total) if settings.trainer_sleeps else other,
             frozen=copies if device.is_cpu else 0,
