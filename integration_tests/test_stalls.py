@@ -254,8 +254,10 @@ def test_what_a_signal_stops_is_named_and_no_wait_is_endless(
         assert f"(process {victims[0].pid})" in struck.text
         return
     assert struck.code == (0 if healed else 1)
-    # From the first checkpoint, or, where it was still being written when the rank stopped, from the beginning.
-    assert ("the trainers are up again, from " in struck.text) == healed
+    before, again, after = struck.text.partition("the trainers are up again, from ")
+    assert bool(again) == healed
+    if "saved checkpoint 1" in before:  # or else a busy machine was still writing it
+        assert not healed or re.match(r"checkpoint 1\b", after)
     if phase == "sending" or (kind, phase) == ("scheduler", "training"):  # given up before that is a stall
         assert re.search(r"weight version \d+: POST http://127.0.0.1:\d+/\w+: no answer: ", struck.text)
         assert "trainer rank" not in struck.text
