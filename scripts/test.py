@@ -68,7 +68,7 @@ ENVS = (
     Env("megatron", 45),
     Env("rollout", 45, engine=True),
     Env("launch", 40, engine=True),
-    Env("integration", 75, engine=True, full=("--numprocesses=2", "--dist=loadfile")),  # it has most of them by far
+    Env("integration", 75, engine=True, full=("--numprocesses=3", "--dist=loadfile")),  # it has most of them by far
 )
 
 
