@@ -163,6 +163,11 @@ def ages_of(batches: list[RolloutBatch]) -> dict[int, int]:
     return dict(sorted(ages.items()))
 
 
+def slowness() -> float:
+    """How many times as long things may take as on a quiet machine; it is 1 up to eight busy threads a core."""
+    return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)) / 8)
+
+
 def wait_for(
     condition: Callable[[], bool],
     what: str,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from launching import Assets, started, train_command, watch_to_the_end
+from launching import Assets, slowness, started, train_command, watch_to_the_end
 
 STALL, SLOWEST = 40.0, 500.0  # of a run in which something hangs, else on a machine that is busy
 SECONDS = 900.0  # of one command
@@ -156,7 +156,7 @@ def command_of(
     hurt = [(VICTIMS[who], rollout, moment) for who, rollout, moment in strikes]
     due = [(None if moment == "start" else rollout, moment, one.word, one.signum) for one, rollout, moment in hurt]
     (work / "strikes.json").write_text(json.dumps(due))
-    stall = STALL if any(one.signum == signal.SIGSTOP for one, *_ in hurt) else SLOWEST
+    stall = STALL * slowness() if any(one.signum == signal.SIGSTOP for one, *_ in hurt) else SLOWEST
     flags = ["--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--global-batch-size", "16"]
     flags += ["--micro-batch-size", "16", "--rollout-max-response-len", "24", "--sglang-decode-log-interval", "1"]
     flags += ["--save-interval", "1", "--stall-timeout", str(stall)]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import Assets, rows, started, train_command, watch_to_the_end
+from launching import Assets, rows, slowness, started, train_command, watch_to_the_end
 from test_recorded import record
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
@@ -187,7 +187,7 @@ def test_a_run_that_makes_no_progress_heals_or_ends_and_says_why(
     llama: Assets, whole: Path, tmp_path: Path, case: str
 ) -> None:
     moment, fault, code, said = STALLS[case]
-    healed = strike_run(llama, tmp_path / "run", "--stall-timeout", "60", moment=moment, fault=fault)
+    healed = strike_run(llama, tmp_path / "run", "--stall-timeout", f"{60 * slowness():g}", moment=moment, fault=fault)
     print(f"{case}: exit code {healed.code}\n{healed.text[-3000:]}")
     assert healed.struck is not None and healed.left == []
     assert healed.code == code if code is not None else healed.code in (0, 1)

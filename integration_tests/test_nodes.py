@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from cluster import ASK
 from ended import FOREVER, trained
-from launching import RUN_SECONDS, Assets, ages_of, recorded, rows, run, started, train_command, wait_for
+from launching import RUN_SECONDS, Assets, ages_of, recorded, rows, run, slowness, started, train_command, wait_for
 from nodes import RAY_PORTS, Machine, Machines, can_make_nodes, machines
 from test_listening import is_loopback
 
@@ -256,7 +256,7 @@ def test_a_node_with_the_rollout_worker_is_lost_and_the_same_command_goes_on(
 @pytest.mark.full
 @pytest.mark.parametrize("part", ["TrainerRank", "sglang.launch_server"])
 def test_a_network_that_is_lost_at_the_start_ends_the_run(part: str, qwen3: Assets, tmp_path: Path) -> None:
-    shape = ["--actor-num-nodes", "2", "--micro-batch-size", "32", "--stall-timeout", "60"]
+    shape = ["--actor-num-nodes", "2", "--micro-batch-size", "32", "--stall-timeout", f"{60 * slowness():g}"]
     command = train_command(qwen3, tmp_path, *shape, rollouts=2, colocate=False)
     log = tmp_path / "log.txt"
     with machines(tmp_path, cpus=(1, 1, 1)) as cluster:

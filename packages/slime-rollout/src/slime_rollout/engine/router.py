@@ -143,9 +143,8 @@ class RouterApi(abc.ABC):
                     )
                 time.sleep(POLL_SECONDS)
         except HttpError as error:
-            raise EngineStartError(
-                f"the router {self.url} refused an engine: {error}; see {self.log_excerpt()}"
-            ) from error
+            what = "did not answer when it was given engines" if error.status is None else "refused an engine"
+            raise EngineStartError(f"the router {self.url} {what}: {error}; see {self.log_excerpt()}") from error
 
     def healthy_workers(self) -> set[str]:
         """Addresses of the engines that get requests; errors as of :meth:`workers`."""
