@@ -21,14 +21,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from _quick_start import SEED, depth, prepare
 from _records import Record
-from quickstart import BIN, ENGINE_PYTHON, MODEL_ARGS, ROOT, get_model, write_data
+from quickstart import BIN, ENGINE_PYTHON, MODEL_ARGS, ROOT
 from quickstart_parts import Places, command_script, replace_flags, train_flags
 
 from slime_launch.derived import computes_bfloat16
 
 GOAL = 1.1
-SEED, PROMPTS, GROUP, LONGEST, SKIPPED = 1, 16, 4, 128, 2
+PROMPTS, GROUP, LONGEST, SKIPPED = 16, 4, 128, 2
 LIMIT_SECONDS = 900.0
 FUNCTIONS = ROOT / "benchmarks" / "_long_tailed.py"
 OF_QUICK_START = ("--colocate", "--no-offload-train", "--no-offload-rollout", "--save", "--save-interval")
@@ -40,7 +41,8 @@ def main(out: Path, *, quick: bool) -> list[Record]:
 
     Args:
         out: Directory for logs and results.
-        quick: Three steps of an eighth of the prompts instead of twelve, a quarter as long at most.
+        quick: Three steps of an eighth of the prompts instead of twelve, a quarter as long at most, of the model's
+            first layers.
 
     Raises:
         RuntimeError: There are not two cores, or a run failed.
@@ -48,10 +50,7 @@ def main(out: Path, *, quick: bool) -> list[Record]:
     if len(cores := sorted(os.sched_getaffinity(0))) < 2:
         raise RuntimeError(f"async_loop needs two cores, one for each half, and may use {len(cores)}")
     steps, size = (3, sized(PROMPTS // 8, LONGEST // 4)) if quick else (12, sized(PROMPTS, LONGEST))
-    places = Places.under(ROOT / "outputs" / "quickstart", SEED)
-    places.run.mkdir(parents=True, exist_ok=True)
-    get_model(places)
-    write_data(places, SEED)
+    places = prepare(few_layers=quick)
     rows = {}
     for name, further in (("sync", []), ("async", ["--async-buffer-size", "2"])):
         print(f"{name}: {steps} steps", flush=True)
@@ -81,7 +80,7 @@ def run(
     # Which cores OpenMP's threads run on, the first of which is the process's own.
     words += ["--train-env-vars", json.dumps({"GOMP_CPU_AFFINITY": str(cores[1])})]
     script = out / "command.sh"
-    flags = replace_flags(flags, [*words, *further])
+    flags = replace_flags(flags, [*words, *depth(places), *further])
     script.write_text(command_script(flags, model_args=MODEL_ARGS, launcher=BIN / "slime-launch", root=ROOT))
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "GOMP_CPU_AFFINITY": str(cores[0])}
     with (out / "log.txt").open("wb") as log:

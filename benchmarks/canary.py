@@ -15,12 +15,13 @@ import subprocess
 from pathlib import Path
 from statistics import fmean
 
+from _quick_start import SEED, depth, prepare
 from _records import Record
-from quickstart import BIN, ENGINE_PYTHON, MODEL_ARGS, ROOT, get_model, write_data
+from quickstart import BIN, ENGINE_PYTHON, MODEL_ARGS, ROOT
 from quickstart_parts import Places, command_script, replace_flags, train_flags
 
 SHARE_GOAL = 1.0
-SEED, PROMPTS, GROUP, MICRO = 1, 16, 8, 32
+PROMPTS, GROUP, MICRO = 16, 8, 32
 FUNCTIONS = ROOT / "benchmarks" / "_whole_length.py"
 LENGTHS, QUICK_LENGTHS = (6, 96), (6,)
 STEPS = 2
@@ -33,15 +34,12 @@ def main(out: Path, *, quick: bool) -> list[Record]:
 
     Args:
         out: Directory for logs and results.
-        quick: An eighth of the short responses alone.
+        quick: An eighth of the short responses alone, of the model's first layers.
 
     Raises:
         RuntimeError: A run failed.
     """
-    places = Places.under(ROOT / "outputs" / "quickstart", SEED)
-    places.run.mkdir(parents=True, exist_ok=True)
-    get_model(places)
-    write_data(places, SEED)
+    places = prepare(few_layers=quick)
     records = []
     for length in QUICK_LENGTHS if quick else LENGTHS:
         prompts = PROMPTS // 8 if quick else PROMPTS
@@ -69,7 +67,7 @@ def run(places: Places, out: Path, prompts: int, length: int) -> list[dict[str, 
     words += ["--global-batch-size", str(samples), "--micro-batch-size", str(min(MICRO, samples))]
     words += ["--custom-generate-function-path", str(FUNCTIONS), "--custom-rm-path", f"{FUNCTIONS}:reward"]
     script = out / "command.sh"
-    flags = replace_flags(flags, words)
+    flags = replace_flags(flags, [*words, *depth(places)])
     text = command_script(flags, model_args=MODEL_ARGS, launcher=BIN / "slime-launch", root=ROOT)
     script.write_text(text)
     with (out / "log.txt").open("wb") as log:

@@ -25,7 +25,8 @@ GB = 1e9
 GOAL = 0.7
 LLAMA_7B = Widths(hidden=4096, ffn=11008, heads=32, groups=32, vocab=32_000)
 SPARE_BYTES = 2 * GB
-WARM_BYTES = int(6 * GB)
+WARM = 3
+"""Times a conversion's input: memory that is used and freed before it."""
 # The bytes themselves: no holes, no shared blocks.
 CP = ("cp", "-r", "--sparse=never", "--reflink=never")
 
@@ -96,11 +97,12 @@ def against_cp(case: str, nbytes: int, source: Path, output: Path, convert: Comm
 
 def seconds(command: Command, source: Path) -> float:
     """From the start of a process until what it wrote is on the disk; its input is read from the disk."""
-    for path in source.rglob("*"):
-        if path.is_file():
-            with path.open("rb", buffering=0) as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    warm = b"1" * min(WARM_BYTES, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
+    files = [path for path in source.rglob("*") if path.is_file()]
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    warm = b"1" * min(WARM * sum(path.stat().st_size for path in files), memory // 4)
     del warm
     start = time.perf_counter()
     subprocess.run(command, check=True)

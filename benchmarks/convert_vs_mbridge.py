@@ -17,9 +17,9 @@ from statistics import median
 
 import torch
 from _conversions import Run, measure
+from _quick_start import prepare
 from _records import Record
-from quickstart import ROOT, get_model
-from quickstart_parts import Places
+from quickstart import ROOT
 from safetensors.torch import load_file
 
 REQUIREMENTS = ROOT / "benchmarks" / "requirements-mbridge.txt"
@@ -34,8 +34,7 @@ def main(out: Path, *, quick: bool) -> list[Record]:
         quick: One round instead of five.
     """
     install_mbridge()
-    places = Places.under(ROOT / "outputs" / "quickstart", 1)
-    get_model(places)
+    places = prepare()
     write_tiny(out / "tiny")
     rounds = 1 if quick else 5
     return [

@@ -26,8 +26,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+from _quick_start import SEED, prepare
 from _records import Record
-from quickstart import ENGINE_PYTHON, ROOT, get_model, write_data
+from quickstart import ENGINE_PYTHON
 from quickstart_parts import Places, train_flags
 
 from slime_rollout.config import RolloutConfig
@@ -36,7 +37,7 @@ from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.http import call
 from slime_rollout.rollout import RolloutManager
 
-SEED, RATE, WARM_UP = 1, 100, 2
+PROMPTS, RATE, WARM_UP = 16, 100, 2
 PARTS = {
     "attention": ("slime_cpu_shims/attention.py", "layers/attention/", "mem_cache/memory_pool.py"),
     "sampling": ("slime_cpu_shims/sampling.py", "layers/sampler.py", "sampling/", "layers/utils/logprob.py"),
@@ -54,13 +55,10 @@ def main(out: Path, *, quick: bool) -> list[Record]:
 
     Args:
         out: Directory for logs and the stacks.
-        quick: One rollout of each instead of ten.
+        quick: One rollout of each instead of ten, of a quarter of the prompts.
     """
     rounds = 1 if quick else 10
-    places = Places.under(ROOT / "outputs" / "quickstart", SEED)
-    places.run.mkdir(parents=True, exist_ok=True)
-    get_model(places)
-    write_data(places, SEED)
+    places = prepare()
     # As the launcher starts it: with all cores.
     config = EngineConfig(sglang_python=str(ENGINE_PYTHON), engine_threads=len(os.sched_getaffinity(0)))
     with EngineFleet.start(
@@ -72,7 +70,7 @@ def main(out: Path, *, quick: bool) -> list[Record]:
         seed=SEED,
         log_dir=out / "logs",
     ) as fleet:
-        manager = make_manager(places, fleet.router_url)
+        manager = make_manager(places, fleet.router_url, PROMPTS // 4 if quick else PROMPTS)
         url = fleet.engine_urls[0]
         rollouts(manager, url, range(WARM_UP))
         seconds, other = rollouts(manager, url, range(WARM_UP, WARM_UP + rounds))
@@ -87,15 +85,15 @@ def main(out: Path, *, quick: bool) -> list[Record]:
     return [*records, Record("client", "CPU", other, "s/rollout", more_is_better=False)]
 
 
-def make_manager(places: Places, url: str) -> RolloutManager:
-    """A manager of the quick start's prompts with its settings."""
+def make_manager(places: Places, url: str, prompts: int) -> RolloutManager:
+    """A manager of the quick start's problems with its settings, but for the prompts of a rollout."""
     flags = train_flags(places, engine_python=ENGINE_PYTHON, seed=SEED, steps=1)
     config = RolloutConfig.of(
         hf_checkpoint=str(places.hf),
         prompt_data=str(places.train_data),
         input_key="prompt",
         label_key="label",
-        rollout_batch_size=int(flags["--rollout-batch-size"][0]),
+        rollout_batch_size=prompts,
         n_samples_per_prompt=int(flags["--n-samples-per-prompt"][0]),
         rollout_max_response_len=int(flags["--rollout-max-response-len"][0]),
         rm_type=flags["--rm-type"][0],

@@ -20,11 +20,11 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+from _quick_start import SEED, prepare
 from _records import Record
-from quickstart import BIN, ENGINE_PYTHON, MODEL_ARGS, ROOT, get_model, write_data
+from quickstart import BIN, ENGINE_PYTHON, MODEL_ARGS, ROOT
 from quickstart_parts import Places, command_script, replace_flags, train_flags
 
-SEED = 1
 HELP_GOAL, PLAN_GOAL, TOKEN_GOAL, SHARE_GOAL = 0.3, 3.0, 20.0, 3.0
 START_LIMIT_SECONDS = 300.0
 LAUNCHER = BIN / "slime-launch"
@@ -43,10 +43,7 @@ def main(out: Path, *, quick: bool) -> list[Record]:
         quick: Two processes and one run of two steps, instead of five and three runs of six.
     """
     processes, runs, steps = (2, 1, 2) if quick else (5, 3, 6)
-    places = Places.under(ROOT / "outputs" / "quickstart", SEED)
-    places.run.mkdir(parents=True, exist_ok=True)
-    get_model(places)
-    write_data(places, SEED)
+    places = prepare()
     words = [str(LAUNCHER), "train", "--help"]
     records = [Record("--help", "time", median(seconds(words) for _ in range(processes)), "s", False, HELP_GOAL)]
     plan = ["bash", str(script(places, out / "plan", steps, command="plan"))]

@@ -17,13 +17,14 @@ from statistics import median
 from typing import Any
 
 from _flops import forward_flops, training_flops
+from _quick_start import SEED, prepare
 from _records import Record
-from quickstart import ENGINE_PYTHON, MODEL_ARGS, ROOT, get_model, write_data
+from quickstart import ENGINE_PYTHON, MODEL_ARGS, ROOT
 from quickstart_parts import Places, command_script, replace_flags, train_flags
 
 REQUIREMENTS = ROOT / "benchmarks" / "requirements-trl.txt"
 TRL_ENV = ROOT / ".venv-trl"
-PROMPTS, GROUP, RESPONSE_TOKENS, SEED = 16, 8, 6, 1
+PROMPTS, GROUP, RESPONSE_TOKENS = 16, 8, 6
 TRL_MICRO_BATCH = 32  # TRL pads and does not share prompts: 128 samples at once need more memory and are not faster
 START_LIMIT_SECONDS = 1800.0
 GOAL = 6.0
@@ -46,10 +47,7 @@ def main(out: Path, *, quick: bool) -> list[Record]:
         quick: One round of two steps, a quarter of the prompts each, instead of two rounds of five.
     """
     rounds, steps, prompts = (1, 2, PROMPTS // 4) if quick else (2, 5, PROMPTS)
-    places = Places.under(ROOT / "outputs" / "quickstart", SEED)
-    places.run.mkdir(parents=True, exist_ok=True)
-    get_model(places)
-    write_data(places, SEED)
+    places = prepare()
     make_trl_environment()
     ours, trl = [], []
     for number in range(rounds):

@@ -18,10 +18,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from _quick_start import prepare
 from _records import Record
-from async_loop import SEED, SKIPPED, run, sized, step_seconds
-from quickstart import ROOT, get_model, write_data
-from quickstart_parts import Places
+from async_loop import SKIPPED, run, sized, step_seconds
 
 from slime_launch.plan.of_run import profile_of_runs
 from slime_launch.plan.profile import Profile, write_profile
@@ -31,6 +30,7 @@ from slime_launch.plan.simulate import SimulatedRun, simulate
 GOAL = 15.0
 STEPS, QUICK_STEPS, SEEDS = 10, 3, 5
 PROFILED: tuple[tuple[int, list[str]], ...] = ((2, []), (8, []), (8, ["--async-buffer-size", "2"]))
+QUICK_PROFILED: tuple[tuple[int, list[str]], ...] = ((2, []), (4, ["--async-buffer-size", "2"]))
 LONGEST = 64
 AHEAD, OVER = "--async-buffer-size", "--over-sampling-batch-size"
 SETTINGS: dict[str, tuple[int, list[str]]] = {
@@ -51,7 +51,8 @@ def main(out: Path, *, quick: bool) -> list[Record]:
 
     Args:
         out: Directory for logs, the profile and results.
-        quick: Three steps each instead of ten, a quarter as long at most, and the first setting alone.
+        quick: Three steps each instead of ten, a quarter as long at most, of the model's first layers; two runs to
+            profile, and the first setting alone.
 
     Raises:
         RuntimeError: There are not two cores, or a run failed.
@@ -60,14 +61,12 @@ def main(out: Path, *, quick: bool) -> list[Record]:
         raise RuntimeError(f"simulate_real needs two cores, one for each half, and may use {len(cores)}")
     steps, longest = (QUICK_STEPS, LONGEST // 4) if quick else (STEPS, LONGEST)
     settings = dict(list(SETTINGS.items())[:1]) if quick else SETTINGS
-    places = Places.under(ROOT / "outputs" / "quickstart", SEED)
-    places.run.mkdir(parents=True, exist_ok=True)
-    get_model(places)
-    write_data(places, SEED)
-    for number, (prompts, further) in enumerate(PROFILED):
+    profiled = QUICK_PROFILED if quick else PROFILED
+    places = prepare(few_layers=quick)
+    for number, (prompts, further) in enumerate(profiled):
         print(f"to profile: {prompts} prompts {' '.join(further)}: {steps} steps", flush=True)
         run(places, out / f"profiled-{number}", steps, flags_of(prompts, longest, further), cores)
-    profile = profile_of_runs([out / f"profiled-{number}" / "run" for number in range(len(PROFILED))])
+    profile = profile_of_runs([out / f"profiled-{number}" / "run" for number in range(len(profiled))])
     write_profile(profile, out / "profile.toml")
     records = []
     for number, (name, (prompts, further)) in enumerate(settings.items()):

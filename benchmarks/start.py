@@ -16,8 +16,9 @@ from pathlib import Path
 from statistics import median
 
 import launcher
+from _quick_start import SEED, prepare
 from _records import Record
-from quickstart import MODEL_ARGS, ROOT, get_model, write_data
+from quickstart import MODEL_ARGS, ROOT
 from quickstart_parts import Places, command_script, replace_flags, train_flags
 
 BEFORE = "17a70ff3"
@@ -49,12 +50,9 @@ def main(out: Path, *, quick: bool) -> list[Record]:
 
     Args:
         out: Directory for logs and results. The other checkout lies next to it, for the next time.
-        quick: One counted round of the run alone, instead of three of everything.
+        quick: One round of the run alone, which counts, instead of three of everything that do.
     """
-    places = Places.under(ROOT / "outputs" / "quickstart", launcher.SEED)
-    places.run.mkdir(parents=True, exist_ok=True)
-    get_model(places)
-    write_data(places, launcher.SEED)
+    places = prepare()
     checkouts = {"before": checkout(out.with_name(f"start-{BEFORE}")), "now": ROOT}
     cases: dict[str, Measure] = {"run": started(places)}
     if not quick:
@@ -62,11 +60,11 @@ def main(out: Path, *, quick: bool) -> list[Record]:
     records = []
     for case, measure in cases.items():
         rounds = []
-        for number in range(2 if quick else 4):
+        for number in range(1 if quick else 4):
             found = {side: measure(root, out / f"{case}-{number}-{side}") for side, root in checkouts.items()}
             print(f"{case}, round {number}: {summary(found)}", flush=True)
             rounds.append(found)
-        records += records_of(case, rounds[1:])
+        records += records_of(case, rounds if quick else rounds[1:])
     return records
 
 
@@ -147,7 +145,7 @@ def held_out(places: Places) -> list[str]:
 def script(places: Places, root: Path, out: Path, command: str, flags: Sequence[str]) -> Path:
     """A checkout's command as a shell script: the quick start's, without evaluation and checkpoints, and ``flags``."""
     out.mkdir(parents=True)
-    usual = train_flags(places, engine_python=root / ".venv-engine/bin/python", seed=launcher.SEED, steps=1)
+    usual = train_flags(places, engine_python=root / ".venv-engine/bin/python", seed=SEED, steps=1)
     for name in ("--save", "--save-interval", "--eval-prompt-data", "--eval-interval", "--eval-temperature"):
         del usual[name]
     usual = replace_flags(usual, [*flags, "--output-dir", str(out / "run")])

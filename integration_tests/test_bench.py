@@ -123,13 +123,14 @@ def test_only_benchmarks_that_have_larger_runs_are_asked_for_them(
             assert bench.run(name, quick=quick, full=full)["records"] == [vars(expected)]
 
 
+@pytest.mark.parametrize("at_once", [1, 2])
 def test_each_of_several_has_a_process_of_its_own_and_a_failure_ends_none_but_itself(
-    capfd: pytest.CaptureFixture[str],
+    at_once: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     import bench
 
     one = "import os, sys; print('ran', sys.argv[1], os.getpid()); sys.exit(sys.argv[1] == 'bad')"
-    assert bench.run_each(["good", "bad", "last"], [sys.executable, "-c", one]) == 1
+    assert bench.run_each(["good", "bad", "last"], [sys.executable, "-c", one], at_once=at_once) == 1
     said = capfd.readouterr().out
     assert len(set(re.findall(r"ran \w+ (\d+)", said))) == 3
     assert re.findall(r"^(\w+) +[\d.]+ s(?:  exit code (\d))?$", said, re.M) == [

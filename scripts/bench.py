@@ -7,13 +7,14 @@
 
 Figures and facts about the machine go to outputs/bench/NAME.json. `ratio` is this run over the committed one in
 benchmarks/baselines/NAME.json, which names its machine too: on another one, compare figures that are ratios themselves.
-With --quick there is no `ratio`: its sizes are not those of the committed runs.
+With --quick there is no `ratio`: its sizes are not those of the committed runs. Several run two at a time then.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import concurrent.futures
 import dataclasses
 import importlib
 import importlib.metadata
@@ -34,6 +35,7 @@ BENCHMARKS = ROOT / "benchmarks"
 OUTPUTS = ROOT / "outputs" / "bench"
 WORSE = 0.8
 STOP_SECONDS = 30.0
+QUICK_AT_ONCE = 2
 VERSIONS = ("torch", "megatron-core", "transformers", "ray", "sglang-router")
 
 
@@ -63,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     names = args.names or list(known)
     if len(names) > 1:
         flags = [word for word in argv if word.startswith("--")]
-        return run_each(names, [sys.executable, __file__, *flags])
+        return run_each(names, [sys.executable, __file__, *flags], at_once=QUICK_AT_ONCE if args.quick else 1)
     sys.path.append(str(BENCHMARKS))
     [name] = names
     result = run(name, quick=args.quick, full=args.full)
@@ -75,18 +77,29 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def run_each(names: Sequence[str], command: Sequence[str]) -> int:
+def run_each(names: Sequence[str], command: Sequence[str], *, at_once: int = 1) -> int:
     """Run benchmarks, each in a process of its own, and say what they took; returns the first one's code that failed.
 
     What one imports, or tells torch, would be there for the next.
+
+    Args:
+        names: Of the benchmarks.
+        command: What runs one, but for its name.
+        at_once: How many run at the same time. What one of several prints comes when it has ended.
     """
-    codes, lines = [], []
-    for name in names:
+
+    def one(name: str) -> tuple[int, str]:
         began = time.monotonic()
-        codes.append(subprocess.run([*command, name]).returncode)
-        lines.append(f"{name:<24} {time.monotonic() - began:7.1f} s" + (f"  exit code {codes[-1]}" * (codes[-1] != 0)))
-    print("\n" + "\n".join(lines), flush=True)
-    return next((code for code in codes if code), 0)
+        together: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if at_once > 1 else {}
+        done = subprocess.run([*command, name], text=True, errors="replace", **together)
+        print(done.stdout or "", end="", flush=True)
+        code = done.returncode
+        return code, f"{name:<24} {time.monotonic() - began:7.1f} s" + (f"  exit code {code}" if code else "")
+
+    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+        results = list(pool.map(one, names))
+    print("\n" + "\n".join(line for _, line in results), flush=True)
+    return next((code for code, _ in results if code), 0)
 
 
 def run(name: str, *, quick: bool, full: bool = False) -> dict[str, Any]:
