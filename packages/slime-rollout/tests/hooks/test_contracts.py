@@ -304,7 +304,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def trial():
-    config = RolloutConfig.of(hf_checkpoint="", prompt_data="none", rollout_batch_size=2, rm_timeout=0.3)
+    config = RolloutConfig.of(hf_checkpoint="", prompt_data="none", rollout_batch_size=2)
     made = Trial.make(config, HookArgs({}), has_model=False, has_prompts=False, time_limit=60)
     made.tokenizer.apply_chat_template([{"role": "user", "content": "warm up"}], tokenize=False)
     return made
@@ -314,7 +314,8 @@ def trial():
 def test_contract(trial, tmp_path, field, more, source, message):
     (tmp_path / "own.py").write_text(START + source + "\n")
     path = f"{tmp_path}/own.py:hook"
-    own = {field: (path,) if field == EACH else path, "custom_generate_timeout": 0.3, **more}
+    limit = 0.3 if "sleep(" in source else 60.0  # a good one may be slow to begin on a busy machine
+    own = {field: (path,) if field == EACH else path, "custom_generate_timeout": limit, "rm_timeout": limit, **more}
     config = trial.config.changed(**own)
     args = HookArgs.from_configs(config)
     hook = next(hook for hook in given_hooks(config) if hook.kind.field == field)
