@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 
-# `--full`, and pytest alone, take hypothesis' own number.
+# `--full`, and pytest alone, take hypothesis' own number. Where tests run once more, one is enough.
 settings.register_profile("few", settings.get_profile("ci"), max_examples=10)
+settings.register_profile("one", settings.get_profile("ci"), max_examples=1)
 
 FULL_FACTOR = 4.0
 

@@ -259,7 +259,7 @@ def test_a_network_that_is_lost_at_the_start_ends_the_run(part: str, qwen3: Asse
     shape = ["--actor-num-nodes", "2", "--micro-batch-size", "32", "--stall-timeout", f"{60 * slowness():g}"]
     command = train_command(qwen3, tmp_path, *shape, rollouts=2, colocate=False)
     log = tmp_path / "log.txt"
-    with machines(tmp_path, cpus=(1, 1, 1)) as cluster:
+    with machines(tmp_path, cpus=(0, 1, 1, 1)) as cluster:
         with started(cluster.first.words(*command), log) as process:
             at = lambda: [machine for machine in cluster.all[1:] if machine.running(part)]  # noqa: E731
             wait_for(lambda: bool(at()), part, process=process, log=log)
