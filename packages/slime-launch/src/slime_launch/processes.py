@@ -12,7 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from slime_rollout.supervise.reaper import POLL_SECONDS, Process, descendants, find_process, send_signal
+from slime_rollout.supervise.reaper import (
+    POLL_SECONDS,
+    Process,
+    descendants,
+    find_process,
+    is_stopped,
+    send_signal,
+)
 
 Result = TypeVar("Result")
 Asked = TypeVar("Asked")
@@ -144,14 +151,6 @@ def stopped_below(known: str) -> tuple[list[str], str]:
             stopped.append(f"{_command(process.pid)} {pid}")
             stacks.append(f"{stopped[-1]}:\n{_stacks(RunProcess(process, '', '', is_worker=False))}")
     return stopped, "\n".join(stacks)
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether SIGSTOP, or a debugger, has stopped a process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] in ("T", "t")
-    except OSError:
-        return False
 
 
 def _command(pid: int) -> str:

@@ -38,7 +38,6 @@ from slime_launch.placement import (
 )
 from slime_launch.plan.engines import engine_weights
 from slime_launch.preflight import Checked, look_again
-from slime_launch.processes import stopped_below
 from slime_launch.ray_runtime import RayAhead, cluster_notices, ray_runtime
 from slime_launch.report import make_report, report_lines, write_report
 from slime_launch.resolved import write_resolved
@@ -164,7 +163,6 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch,
             os._exit(1)
         except BaseException as error:
             stalls.stop(error)
-            name_stopped(error)
             stop_all(stack)
             raise
         stalls.stop(None)
@@ -183,14 +181,6 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch,
             f"{account.problem}; see logs/rollout.log for the first rollout with that, and look at user-defined data "
             "sources, filters and rollout functions"
         )
-
-
-def name_stopped(error: BaseException) -> None:
-    """Say which processes below this one a signal has stopped: what did not answer in time may be one of them."""
-    if isinstance(error, SlimeError):
-        stopped, _ = stopped_below(str(error))
-        if stopped:
-            print(f"slime-launch: stopped by a signal: {', '.join(stopped)}", file=sys.stderr)
 
 
 def stop_all(stack: contextlib.ExitStack) -> None:

@@ -1,6 +1,8 @@
 """The real router in front of small servers."""
 
 import logging
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -124,6 +126,19 @@ def test_one_that_ends_meanwhile_is_not_waited_for(router):
     someone.is_gone = True
     with pytest.raises(EngineDiedError, match="gone"):
         someone.add_workers([f"http://127.0.0.1:{free_port()}"])
+
+
+def test_one_that_a_signal_has_stopped_is_named(router, monkeypatch):
+    monkeypatch.setattr("slime_rollout.engine.router.CONTROL_TIMEOUT_SECONDS", 0.2)
+    running = router()
+    [pid, *_] = running.process_ids()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        said = rf"{running.url} did not answer when .* \(a signal has stopped process {pid}\):"
+        with pytest.raises(EngineStartError, match=said):
+            running.add_workers(["http://127.0.0.1:1"])
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def test_one_that_does_not_answer_as_a_router_refuses(worker):

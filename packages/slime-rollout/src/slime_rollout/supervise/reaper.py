@@ -105,6 +105,15 @@ def remove_torch_memory(pids: set[int]) -> None:
                     os.unlink(f"{SHARED_MEMORY}/{name}")  # noqa: PTH108
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether SIGSTOP, or a debugger, has stopped a process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
+            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except OSError:
+        return False
+
+
 def is_alive(pid: int) -> bool:
     """Whether a process exists and has not ended; a zombie has."""
     process = find_process(pid)
