@@ -23,6 +23,7 @@ import torch
 import torch.utils._device
 
 from slime_core.errors import SlimeError
+from slime_megatron.gloo import suit_gloo
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # numbers that glibc's mallopt gives them
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like")
@@ -104,7 +105,7 @@ def install_cpu_device() -> None:
     _stand_in_for_random_state()
     _redirect_factories()
     _redirect_methods()
-    _let_gloo_exchange_unequal_parts()
+    suit_gloo()
     # Megatron decorates small functions with torch.compile. On a CPU that would start a C++ compiler for each of them.
     torch.compile = lambda function: function  # type: ignore[assignment]
 
@@ -244,41 +245,6 @@ def _cleared(tensor: torch.Tensor) -> torch.Tensor:
     ctypes.memset(start, 0, first - start)
     ctypes.memset(end, 0, start + size - end)
     return tensor
-
-
-def _let_gloo_exchange_unequal_parts() -> None:
-    """Megatron's dispatcher of experts exchanges parts of different sizes, and gives the sizes as tensors.
-
-    NCCL takes both; gloo neither.
-    """
-    dist = torch.distributed
-    exchange, gather, scatter = dist.all_to_all_single, dist.all_gather, dist.reduce_scatter
-
-    def exchange_lists(output: Any, input: Any, output_splits: Any = None, input_splits: Any = None, **how: Any) -> Any:
-        output_splits, input_splits = (
-            sizes.tolist() if torch.is_tensor(sizes) else sizes
-            for sizes in (how.pop("output_split_sizes", output_splits), how.pop("input_split_sizes", input_splits))
-        )
-        return exchange(output, input, output_splits, input_splits, **how)
-
-    def gather_unequal(outputs: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
-        if len({output.shape for output in outputs}) == 1:
-            return gather(outputs, tensor, group, async_op)
-        outputs[dist.get_rank(group)].copy_(tensor)
-        for rank, output in enumerate(outputs):
-            if output.numel():
-                dist.broadcast(output, group=group, group_src=rank)
-
-    def scatter_unequal(output: Any, inputs: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, **how: Any) -> Any:
-        if len({part.shape for part in inputs}) == 1:
-            return scatter(output, inputs, op, group, **how)
-        for rank, part in enumerate(inputs):
-            if part.numel():
-                dist.reduce(summed := part.clone(), op=op, group=group, group_dst=rank)
-                if rank == dist.get_rank(group):
-                    output.copy_(summed)
-
-    _set(dist, all_to_all_single=exchange_lists, all_gather=gather_unequal, reduce_scatter=scatter_unequal)
 
 
 def _redirect_methods() -> None:

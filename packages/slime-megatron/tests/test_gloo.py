@@ -1,0 +1,38 @@
+"""Gloo as Megatron needs it, in processes of their own: it is changed for good."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+GROUPS = """
+import json, time
+from datetime import timedelta
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from slime_megatron.gloo import suit_gloo
+
+if {suited}:
+    suit_gloo()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=30))
+groups = [dist.new_group([0], timeout=timedelta(seconds=seconds)) for seconds in range(5, 15)]
+tensor = torch.ones(3)
+for group in groups:
+    dist.all_reduce(tensor, group=group)
+threads, end = [], time.monotonic() + 30  # a new thread has its name a little later
+while threads.count("gloo_tcp_loop") != {loops} and time.monotonic() < end:
+    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+timeouts = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+print(json.dumps([threads.count("gloo_tcp_loop"), timeouts, tensor.tolist()]))
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("suited", "loops"), [(False, 11), (True, 1)])
+def test_all_groups_of_a_process_have_one_thread_that_watches_the_network(suited, loops):
+    code = GROUPS.format(suited=suited, loops=loops)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [loops, [float(seconds) for seconds in range(5, 15)], [1.0, 1.0, 1.0]]
