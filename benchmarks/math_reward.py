@@ -33,7 +33,7 @@ def main(out: Path, *, quick: bool) -> list[Record]:
 
     Args:
         out: Not used.
-        quick: 500 answers, with 3 s for each, as another benchmark may run beside it.
+        quick: 500 answers, with 3 s for each, as another benchmark may run at the same time.
     """
     count, limit = (500, QUICK_LIMIT) if quick else (ANSWERS, LIMIT)
     bad = pathological(round(count * SHARE))
