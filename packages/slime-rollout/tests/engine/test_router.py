@@ -134,7 +134,7 @@ def test_one_that_a_signal_has_stopped_is_named(router, monkeypatch):
     [pid, *_] = running.process_ids()
     os.kill(pid, signal.SIGSTOP)
     try:
-        said = rf"{running.url} did not answer when .* \(a signal has stopped process {pid}\):"
+        said = rf"{running.url} did not answer when .*; see process {pid}, stopped by a signal, and the end of its log"
         with pytest.raises(EngineStartError, match=said):
             running.add_workers(["http://127.0.0.1:1"])
     finally:

@@ -19,6 +19,7 @@ from slime_rollout.engine.server import ServingProcess, answers, key_environment
 from slime_rollout.engine.with_key import KEY
 from slime_rollout.http import HttpError, call
 from slime_rollout.supervise import Supervised
+from slime_rollout.supervise.reaper import is_stopped
 
 logger = logging.getLogger(__name__)
 
@@ -208,6 +209,11 @@ class Router(ServingProcess, RouterApi):
         router = cls(process, address(config.sglang_router_ip, port))
         router.key = config.key
         return router
+
+    def log_excerpt(self) -> str:
+        """As of any server; before it, which of the router's processes, all on this node, a signal has stopped."""
+        stopped = ", ".join(f"process {pid}" for pid in self.process_ids() if is_stopped(pid))
+        return f"{stopped}, stopped by a signal, and {super().log_excerpt()}" if stopped else super().log_excerpt()
 
 
 class ExternalRouter(RouterApi):

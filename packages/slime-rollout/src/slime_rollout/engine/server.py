@@ -26,7 +26,6 @@ from slime_rollout.engine.sglang_flags import (
 )
 from slime_rollout.http import HttpError, call
 from slime_rollout.supervise import Supervised
-from slime_rollout.supervise.reaper import is_stopped
 
 logger = logging.getLogger(__name__)
 
@@ -341,12 +340,10 @@ class ServingProcess:
         return self._process.log_tail(lines)
 
     def log_excerpt(self) -> str:
-        """Where the log is, and its last lines; they may be missing, where the disk is full. And who is stopped."""
+        """Where the log is, and its last lines; they may be missing, where the disk is full."""
         path = self._process.log_path
         is_full = path is not None and path.parent.is_dir() and shutil.disk_usage(path.parent).free < PAGE
         note = ", which is incomplete because the disk is full" if is_full else ""
-        stopped = ", ".join(f"process {pid}" for pid in self.process_ids() if is_stopped(pid))
-        note += f" (a signal has stopped {stopped})" if stopped else ""
         return f"the end of its log {path}{note}:\n{self.log_tail()}"
 
     def request_stop(self) -> None:
