@@ -34,11 +34,19 @@ def test_a_place_counts(size, places, seed):
     assert (lane_sums(tensor).tolist() != lane_sums(other).tolist()) == changed
 
 
-def test_it_is_the_sum_of_the_bits():
-    tensor = drawn(9_000, torch.float32, 1)
+@pytest.mark.parametrize("size", [9_000, 2_500_000])
+def test_it_is_the_sum_of_the_bits(size):
+    tensor = drawn(size, torch.float32, 1)
     bits = tensor.view(torch.int32).to(torch.int64)
-    rows, columns = torch.arange(9_000) // 4096 + 1, torch.arange(9_000) % 4096 + 1
+    rows, columns = torch.arange(size) // 4096 + 1, torch.arange(size) % 4096 + 1
     assert lane_sums(tensor).tolist() == [int(bits.sum()), int((bits * rows).sum()), int((bits * columns).sum())]
+
+
+def test_a_large_weight_is_not_copied_at_once():
+    weight = torch.zeros(6_000_000)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+        lane_sums(weight)
+    assert 0 < max(event.cpu_memory_usage for event in seen.events()) < 20e6  # all of it in int64 has 48e6 bytes
 
 
 def test_ranks_agree_and_a_step_changes_every_weight(ranks, tiny_model, tiny_config, make_samples, make_shards):

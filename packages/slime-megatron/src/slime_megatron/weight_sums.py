@@ -11,6 +11,7 @@ from slime_megatron.model import Chunks, named_weights
 
 LANES = 3
 _ROW = 4096
+_ROWS_AT_ONCE = 512  # torch copies what it adds up to int64: 16 MiB, where a whole embedding would take gigabytes
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -45,9 +46,12 @@ def lane_sums(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().reshape(-1)
     bits: torch.Tensor = flat.view(_INTEGERS[flat.element_size()])
     whole = len(bits) - len(bits) % _ROW
-    table = bits[:whole].view(-1, _ROW)
-    rows = [table.sum(1, dtype=torch.int64), bits[whole:].sum(0, keepdim=True, dtype=torch.int64)]
-    row_sums, column_sums = torch.cat(rows), table.sum(0, dtype=torch.int64)
+    column_sums = torch.zeros(_ROW, dtype=torch.int64, device=bits.device)
+    rows = []
+    for part in bits[:whole].view(-1, _ROW).split(_ROWS_AT_ONCE):
+        rows.append(part.sum(1, dtype=torch.int64))
+        column_sums += part.sum(0, dtype=torch.int64)
+    row_sums = torch.cat([*rows, bits[whole:].sum(0, keepdim=True, dtype=torch.int64)])
     column_sums[: len(bits) - whole] += bits[whole:]
     places = [torch.arange(1, len(sums) + 1, device=bits.device) for sums in (row_sums, column_sums)]
     return torch.stack([row_sums.sum(), (row_sums * places[0]).sum(), (column_sums * places[1]).sum()])
