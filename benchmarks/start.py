@@ -144,7 +144,7 @@ def held_out(places: Places) -> list[str]:
 
 def script(places: Places, root: Path, out: Path, command: str, flags: Sequence[str]) -> Path:
     """A checkout's command as a shell script: the quick start's, without evaluation and checkpoints, and ``flags``."""
-    out.mkdir(parents=True)
+    out.mkdir(parents=True, exist_ok=True)  # a resumed run's holds its first start
     usual = train_flags(places, engine_python=root / ".venv-engine/bin/python", seed=SEED, steps=1)
     for name in ("--save", "--save-interval", "--eval-prompt-data", "--eval-interval", "--eval-temperature"):
         del usual[name]

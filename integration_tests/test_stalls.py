@@ -111,6 +111,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
     def log_message(self, *_):
         pass
+ThreadingHTTPServer.request_queue_size = 128  # 64 samples call at once; of Python's own 5 the kernel resets the others
 server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
 print(server.server_port, flush=True)
 server.serve_forever()
