@@ -2,8 +2,8 @@
 
 import dataclasses
 import os
-from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from tiny import make_tokenizer
@@ -31,24 +31,16 @@ SHAPE = {
 
 
 def bytes_of(processes):
-    """Memory of processes, what they share counted once. Other engines map the same libraries, so no Pss of those."""
-    anonymous, files = 0, {}
+    """Memory of processes, files that they share counted once. Other engines map those too, so no Pss of them."""
+    own, files = 0, {}
     for process in processes:
-        place = ""
-        for line in Path(f"/proc/{process}/smaps").read_text().splitlines():
-            name, *words = line.split()
-            if not name.endswith(":"):  # a mapping's first line: addresses, rights, offset, device, inode, path
-                place = tuple(words[1:4])
-            elif name == "Rss:":
-                resident = int(words[0]) * 1024
-            elif name == "Pss:":
-                share = int(words[0]) * 1024
-            elif name == "Anonymous:":
-                own = int(words[0]) * 1024
-                of_file = place[2] != "0"
-                anonymous += own if of_file else share
-                files[place] = max(files.get(place, 0), resident - own) if of_file else 0
-    return anonymous + sum(files.values())
+        for part in psutil.Process(process).memory_maps():
+            if part.path.startswith("["):  # of no file
+                own += part.pss
+            else:
+                own += part.anonymous
+                files[part.path] = max(files.get(part.path, 0), part.rss - part.anonymous)
+    return own + sum(files.values())
 
 
 @pytest.mark.full

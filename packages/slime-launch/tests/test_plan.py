@@ -185,7 +185,7 @@ def test_too_little_memory_is_refused_with_what_would_do(words, capsys):
     assert "a trainer rank takes 0.5 GiB in a step" in err
     code, _, err = run(words("--device-memory-gib", "1"), capsys)
     assert code == 2
-    assert "to generate, ranks and engines need 1.1 GiB together (machine), and there are 1.0 GiB" in err
+    assert "to generate, ranks and engines need 1.2 GiB together (machine), and there are 1.0 GiB" in err
 
 
 def test_a_cluster_that_is_not_there(words, capsys, flags, monkeypatch):
