@@ -48,7 +48,7 @@ def lane_sums(tensor: torch.Tensor) -> torch.Tensor:
     whole = len(bits) - len(bits) % _ROW
     column_sums = torch.zeros(_ROW, dtype=torch.int64, device=bits.device)
     rows = []
-    for part in bits[:whole].view(-1, _ROW).split(_ROWS_AT_ONCE):
+    for part in torch.split(bits[:whole].view(-1, _ROW), _ROWS_AT_ONCE):
         rows.append(part.sum(1, dtype=torch.int64))
         column_sums += part.sum(0, dtype=torch.int64)
     row_sums = torch.cat([*rows, bits[whole:].sum(0, keepdim=True, dtype=torch.int64)])
