@@ -177,7 +177,7 @@ class Trainers(Half):
     """Weights that follow from everything they were trained on, in order."""
 
     data_parallel_size = 1
-    in_background, writing, questions = False, None, 0
+    in_background, writing, questions, finished_at = False, None, 0, ()
 
     def __init__(self, clock: Clock, save: Path, model: Path, resume_from: Path | None) -> None:
         super().__init__(clock, "trainers")
@@ -245,6 +245,9 @@ class Trainers(Half):
         partial.rename(final)
         self.clock.tick(f"saved {iteration}")
         return final
+
+    def finish_loading(self) -> None:
+        self.finished_at = [*self.finished_at, self.clock.names[-1]]
 
     def check(self) -> None:
         self.checks += 1

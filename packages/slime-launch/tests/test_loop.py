@@ -354,10 +354,12 @@ def test_a_trainer_that_dies_ends_the_generation(clock, flags, to_words, tmp_pat
         def is_written_down(self, _):
             return False
 
+    clock.tick("push 0")
+    trainers = Dead(clock, tmp_path, tmp_path, None)
     parts = Parts(
         settings=parse_train(to_words(flags)),
         shape=None,
-        trainers=Dead(clock, tmp_path, tmp_path, None),
+        trainers=trainers,
         rollout=Rollout(clock),
         memory=types.SimpleNamespace(to_generate=lambda: None),
         canary=types.SimpleNamespace(is_pending=False),
@@ -367,6 +369,7 @@ def test_a_trainer_that_dies_ends_the_generation(clock, flags, to_words, tmp_pat
     )
     with pytest.raises(RunError, match="rank 0 died"):
         next_batch(parts, 0)
+    assert trainers.finished_at == ["push 0"]  # what was left of a checkpoint is loaded while engines generate
 
 
 @pytest.mark.parametrize(("replaced", "versions"), [(3, [0, 3, 4, 5]), (4, [0, 4, 4, 5])])

@@ -253,24 +253,44 @@ class Rank(TrainerRank):
         self.resume_from, self.rank = spec.resume_from, rendezvous.rank
 
     def call(self, verb: str, *arguments: object) -> object:
+        if verb == "finish_loading" and self.rank == 1:
+            raise CheckpointError("cannot read it")
         return (os.getpid(), self.resume_from, self.rank)
 
 
-def test_trainers_start_again_in_the_place_of_those_that_died_or_hang(group, tmp_path):
+@pytest.mark.parametrize(("resume_from", "weights_first"), [("old", True), ("old", False), (None, True)])
+def test_ranks_load_the_rest_of_a_checkpoint_while_nobody_waits(group, tmp_path, resume_from, weights_first):
+    """Where there is a rest, once; what goes wrong is raised by a check."""
+    trainers = TrainerGroup(lambda: two_ranks(tmp_path), MegatronConfig())
+    spec = TrainerSpec(None, None, None, resume_from, str(tmp_path), None, weights_first=weights_first)
+    gather(trainers.build(spec))
+    trainers.finish_loading()
+    trainers.finish_loading()
+    has_rest = trainers._loading is not None
+    assert has_rest == (weights_first and resume_from is not None)
+    deadline = time.monotonic() + 60
+    with pytest.raises(CheckpointError, match="cannot read it") if has_rest else contextlib.nullcontext():
+        while time.monotonic() < deadline and trainers._loading is not None:
+            trainers.check()
+    trainers.kill()
+
+
+def two_ranks(directory: Path) -> list[Worker]:
     import ray
 
-    def launch() -> list[Worker]:
-        workers = []
-        for rank in range(2):
-            path = tmp_path / f"trainer-{rank}.log"
-            actor = ray.remote(Rank).options(num_cpus=0).remote(str(tmp_path), str(path), Seat(1, 0, 1))
-            workers.append(Worker(f"trainer rank {rank}", actor, path, Watch(), lost=TrainerLostError))
-        return workers
+    workers = []
+    for rank in range(2):
+        path = directory / f"trainer-{rank}.log"
+        actor = ray.remote(Rank).options(num_cpus=0).remote(str(directory), str(path), Seat(1, 0, 1))
+        workers.append(Worker(f"trainer rank {rank}", actor, path, Watch(), lost=TrainerLostError))
+    return workers
 
+
+def test_trainers_start_again_in_the_place_of_those_that_died_or_hang(group, tmp_path):
     def where() -> list[tuple[int, str | None, int]]:
         return gather({worker.start_call("call", "where"): worker for worker in trainers._workers})
 
-    trainers = TrainerGroup(launch, MegatronConfig())
+    trainers = TrainerGroup(lambda: two_ranks(tmp_path), MegatronConfig())
     gather(trainers.build(TrainerSpec(None, None, None, "old", str(tmp_path), None)))
     before = [psutil.Process(pid) for pid, *_ in where()]
     before[0].suspend()

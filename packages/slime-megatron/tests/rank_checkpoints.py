@@ -17,6 +17,25 @@ class Checkpoints:
     def saved(self, wait=False):
         return self.worker.saved(wait)
 
+    def finish_loading(self):
+        self.worker.finish_loading()
+
+    def has_left(self):
+        """Whether a part of a checkpoint is left for later, and whether there is an optimizer."""
+        return [self.worker._left is not None, "_optimizer" in vars(self.worker._actor)]
+
+    def joins_while_loading(self, directory):
+        """How often tensors are joined into a new one while the rank's worker loads a checkpoint."""
+        import torch
+
+        join, joined = torch.cat, []
+        torch.cat = lambda *args, **kwargs: joined.append(args) or join(*args, **kwargs)
+        try:
+            self.worker.load(directory)
+        finally:
+            torch.cat = join
+        return len(joined)
+
     def hold_saves(self, at="_write"):
         """Have what writes in the background wait before a step of it until it may go on."""
         from slime_megatron import checkpoint_writer

@@ -56,10 +56,38 @@ def test_a_resumed_run_equals_one_that_never_stopped(
 
     assert Path(directory).name == "iter_0000001"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
-    ranks.start(world, config, model.shape, ALGORITHM, resume_from=str(tmp_path))
+    for weights_first in (False, True):
+        ranks.start(world, config, model.shape, ALGORITHM, resume_from=str(tmp_path), weights_first=weights_first)
+        assert ranks.iteration == 1
+        assert [ranks.first("train", shards).steps for shards in (second, third)] == expected
+        assert all(np.array_equal(value, weights[key]) for key, value in ranks.first("weights").items())
+
+
+@pytest.mark.parametrize("call", ["finish_loading", "save", "sleep", "forward"])
+def test_what_is_left_for_later_comes_with_the_first_call_that_needs_it(
+    ranks, tiny_model, tiny_config, make_samples, make_shards, tmp_path, call
+):
+    """Weights can be sent before, and an optimizer that is damaged is named by that call, and again by the next."""
+    model = tiny_model("qwen3")
+    config, shards = tiny_config(load=model.checkpoint, save=str(tmp_path)), make_shards(make_samples())
+    arguments = {"save": (2,), "forward": (shards, "reference")}.get(call, ())
+    ranks.start(1, config, model.shape, ALGORITHM)
+    ranks.call("train", shards)
+    ranks.call("save", 1)
+    weights, values = ranks.first("weights"), ranks.first("forward", shards)
+    ranks.start(1, config, model.shape, ALGORITHM, resume_from=str(tmp_path), weights_first=True)
     assert ranks.iteration == 1
-    assert [ranks.first("train", shards).steps for shards in (second, third)] == expected
     assert all(np.array_equal(value, weights[key]) for key, value in ranks.first("weights").items())
+    assert all(map(np.array_equal, ranks.first("forward", shards), values))
+    assert ranks.first("has_left") == [True, False]
+    [file] = tmp_path.glob("iter_0000001/*.distcp")
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    for _ in range(2):
+        assert ranks.first("error_of", call, *arguments).startswith("CheckpointError: cannot read the checkpoint")
+    file.write_bytes(whole)
+    ranks.call(call, *arguments)
+    assert ranks.first("has_left") == [False, True]
 
 
 def test_random_states_continue(ranks, tiny_model, tiny_config, tmp_path):
@@ -85,6 +113,16 @@ def test_a_checkpoint_may_be_taken_before_the_first_step(
     expected = ranks.first("train", shards).steps
     ranks.start(1, config, model.shape, resume_from=str(tmp_path))
     assert ranks.first("train", shards).steps == expected
+
+
+def test_the_halves_of_a_gated_layer_are_read_into_their_places(ranks, tiny_model, tiny_config, tmp_path):
+    model = tiny_model("qwen3")
+    config = tiny_config(load=model.checkpoint, save=str(tmp_path))
+    ranks.start(1, config, model.shape)
+    ranks.call("save", 1)
+    weights = ranks.first("weights")
+    assert ranks.first("joins_while_loading", str(tmp_path)) == 0
+    assert all(np.array_equal(value, weights[key]) for key, value in ranks.first("weights").items())
 
 
 def test_what_cannot_be_continued_is_named(
@@ -148,12 +186,25 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(ranks, tiny_mod
     assert (tmp_path / names[1]).read_text() == "2"
 
 
-@pytest.mark.parametrize("name", ["common.pt", ".metadata", "__0_0.distcp"])
-def test_a_damaged_checkpoint_is_named(ranks, tiny_model, tiny_config, tmp_path, rank_error, name):
+def cut_off(data):
+    return data[:100]
+
+
+def flipped(data):
+    """With a bit of a weight flipped, which torch's own reader takes."""
+    at = data.index(b"ZZZZZZZZ") + 1000  # torch's padding before a tensor's bytes
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [("common.pt", cut_off), (".metadata", cut_off), ("__0_0.distcp", cut_off), ("__0_0.distcp", flipped)],
+)
+def test_a_damaged_checkpoint_is_named(ranks, tiny_model, tiny_config, tmp_path, rank_error, name, damage):
     model = tiny_model("qwen3")
     copy = shutil.copytree(model.checkpoint, tmp_path / "copy")
     [damaged] = copy.rglob(name)
-    damaged.write_bytes(damaged.read_bytes()[:100])
+    damaged.write_bytes(damage(damaged.read_bytes()))
     with pytest.raises(rank_error, match=r"cannot read the checkpoint .*; give one that is whole") as caught:
         ranks.start(1, tiny_config(load=str(copy)), model.shape)
     assert caught.value.kind == "CheckpointError"

@@ -57,6 +57,22 @@ assert before < 16 << 20 and after >= 64 << 20, (before, after)
     assert result.returncode == 0, result.stderr
 
 
+def test_an_optimizer_is_made_and_loaded_without_the_compiler():
+    result = run("""
+import sys, torch
+from slime_megatron.device import install_cpu_device
+install_cpu_device()
+weight = torch.nn.Parameter(torch.ones(2))
+optimizer = torch.optim.AdamW([weight])
+optimizer.load_state_dict(optimizer.state_dict())
+assert "torch._dynamo" not in sys.modules
+weight.sum().backward()
+optimizer.step()
+assert weight[0] < 1
+""")
+    assert result.returncode == 0, result.stderr
+
+
 def test_too_late():
     result = run("""
 import sys, types

@@ -197,7 +197,7 @@ def test_roles_that_take_turns_change_nothing(
         values = ranks.first("forward", shards, "critic")
         reference = ranks.first("forward", shards, "reference")
         steps += ranks.first("train", shards).steps
-        ranks.start(world, config, model.shape, ppo, resume_from=save, **how)
+        ranks.start(world, config, model.shape, ppo, resume_from=save, weights_first=not turns, **how)
         assert ranks.first("train", shards).steps == steps[2:]
         found[turns] = steps, sent, values, reference, ranks.first("weights")
     (steps, sent, *rows, weights), (other_steps, other_sent, *other_rows, other_weights) = found.values()

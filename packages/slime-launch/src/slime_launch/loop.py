@@ -115,6 +115,7 @@ def next_batch(parts: Parts, rollout_id: int) -> ReadyRollout:
     if not parts.state.is_written_down(rollout_id):
         parts.memory.to_generate()
         check_weights(parts)
+    parts.trainers.finish_loading()
     with parts.console.wait(what := "generate" if parts.settings.generates else "read", phase=what) as wait:
         if not parts.state.is_written_down(rollout_id):
             return wait_for(parts, parts.rollout.prepare(rollout_id, recipe), wait)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from slime_core.config import AlgorithmConfig
 from slime_core.interfaces import TrainerWorker, WeightChannel
 from slime_core.types import Rendezvous, SleepReport, SyncReport, TrainReport, TrainShard, WeightUpdate
-from slime_launch.calls import Question, Watch, Worker, gather, prepare
+from slime_launch.calls import Call, Question, Watch, Worker, gather, prepare
 from slime_launch.errors import RunError, TrainerLostError
 from slime_launch.placement import Placement, live_nodes, own_share, runtime_env, use_cluster_interface
 from slime_launch.processes import Place, end_processes, on_nodes, own_place
@@ -36,7 +36,10 @@ MOST_TIMELINES = 16
 
 
 class TrainerSpec(NamedTuple):
-    """What a rank needs to build the model: its own checkpoint in ``resume_from``, or else the weights of --load."""
+    """What a rank needs to build the model: its own checkpoint in ``resume_from``, or else the weights of --load.
+
+    With ``weights_first`` it loads the rest of its checkpoint once it has sent the weights.
+    """
 
     config: MegatronConfig
     algorithm: AlgorithmConfig
@@ -47,6 +50,7 @@ class TrainerSpec(NamedTuple):
     quantized_as: str | None = None
     take_turns: bool = False
     most_behind: int = 1
+    weights_first: bool = False
 
 
 class Shards(NamedTuple):
@@ -128,6 +132,7 @@ class TrainerRank:
             quantized_as=spec.quantized_as,
             take_turns=spec.take_turns,
             most_behind=spec.most_behind,
+            weights_first=spec.weights_first,
         )
 
     def call(self, verb: str, *arguments: Any) -> Any:
@@ -196,6 +201,8 @@ class TrainerGroup:
         self._spec: TrainerSpec | None = None
         self._workers = list(launch())
         self._alive = Question(self._workers, "alive")
+        self._has_rest = False
+        self._loading: Call[None] | None = None
 
     @classmethod
     def start(
@@ -221,7 +228,8 @@ class TrainerGroup:
 
     def build(self, spec: TrainerSpec) -> dict[Any, Worker]:
         """Begin to build the model on all ranks; give the result to :func:`gather`."""
-        self._spec = spec
+        self._spec, self._loading = spec, None
+        self._has_rest = spec.weights_first and spec.resume_from is not None
         if not self._workers:
             return {}
         for worker in self._workers:
@@ -250,6 +258,12 @@ class TrainerGroup:
         self._alive = Question(self._workers, "alive")
         spec = self._spec._replace(resume_from=str(resume_from) if resume_from is not None else None)
         gather(self.build(spec), on_poll=on_poll)
+
+    def finish_loading(self) -> None:
+        """Have the ranks load what they have left for when they are free. What goes wrong, :meth:`check` raises."""
+        if self._has_rest:
+            calls = {worker.start_call("call", "finish_loading"): worker for worker in self._workers}
+            self._has_rest, self._loading = False, Call(calls, awaited=False)
 
     def train(self, shards: list[Any], *, on_poll: Callable[[], None]) -> TrainReport:
         """Train on one rollout, given a reference to the shard of each data-parallel rank."""
@@ -326,6 +340,8 @@ class TrainerGroup:
         Raises:
             RunError: One is gone, with the last lines of its log.
         """
+        if self._loading is not None and self._loading.done(0):
+            self._loading = None
         self._alive.answers()
 
     def leave(self) -> None:

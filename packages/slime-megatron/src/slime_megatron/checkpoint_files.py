@@ -74,13 +74,13 @@ def _write_tensor(file: NewFile, tensor: torch.Tensor) -> None:
     """Write what ``torch.save`` makes of a tensor in host memory."""
     tensor = tensor.detach().contiguous()
     dtype = str(tensor.dtype).removeprefix("torch.")
-    values = _bytes_of(tensor)
+    values = memory_of(tensor)
     head, tail = tensor_archive(dtype, tuple(tensor.shape), tensor.nbytes).around(values.data)
     for part in (np.frombuffer(head, np.uint8), values, np.frombuffer(tail, np.uint8)):
         file.write(part)
 
 
-def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
+def memory_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
     """A tensor's memory. ``Tensor.numpy`` would leave its storage one that cannot be emptied while a trainer sleeps."""
     if not tensor.nbytes:
         return np.empty(0, np.uint8)

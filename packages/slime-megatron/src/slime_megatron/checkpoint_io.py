@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from slime_convert.errors import ConvertError
 from slime_convert.shape import ModelShape
 from slime_megatron.checkpoint import CheckpointInfo, check_same_model
+from slime_megatron.checkpoint_reader import reading_directly
 from slime_megatron.config import MegatronConfig
 from slime_megatron.engine import checkpoint_key
 from slime_megatron.errors import CheckpointError
@@ -104,6 +105,30 @@ def load_checkpoint(
     Raises:
         CheckpointError: It has no optimizer state, its kind of optimizer or its shape is another, or it is damaged.
     """
+    iteration, saved = check_continues(info, config)
+    state = model_state(model)
+    # Under a name of its own: "optimizer" of the common part is rank 0's, whose optimizers may be others.
+    weights = model_state(model, by_layer=_trains_some(config))
+    state[_TENSORS] = optimizer.sharded_state_dict(weights, is_loading=True, metadata=dict(SHARDING))
+    same_layout = saved.get("random_states") == _random_layout()
+    by_tensor_rank = "random_states" not in saved
+    if same_layout:
+        state["rng_state"] = _random_state()
+    loaded = _load(info, shape, model, state)
+    load_optimizer(optimizer, loaded.get(_TENSORS, {}), saved_step(loaded["optimizer"]))
+    scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    if same_layout:
+        _restore_random_state(loaded["rng_state"])
+    elif dist.get_rank() == 0:
+        why = "an older slime saved no random states that fit" if by_tensor_rank else "the parallel layout has changed"
+        logger.warning("%s, so random states start from --seed again", why)
+    return iteration
+
+
+def check_continues(info: CheckpointInfo, config: MegatronConfig) -> tuple[int, dict[str, Any]]:
+    """Its iteration and the arguments in it, if a run with this config can continue a checkpoint; errors as of
+    :func:`load_checkpoint`.
+    """
     saved = _saved_arguments(info) if info.format == "torch_dist" else {}
     if info.iteration is None or saved.get("no_save_optim", True):
         raise CheckpointError(
@@ -121,23 +146,7 @@ def load_checkpoint(
                 f"{info.directory} was saved {_with(saved[name], name)}, this run is {_with(not saved[name], name)}; "
                 "use the same to continue it"
             )
-    state = model_state(model)
-    # Under a name of its own: "optimizer" of the common part is rank 0's, whose optimizers may be others.
-    weights = model_state(model, by_layer=_trains_some(config))
-    state[_TENSORS] = optimizer.sharded_state_dict(weights, is_loading=True, metadata=dict(SHARDING))
-    same_layout = saved.get("random_states") == _random_layout()
-    by_tensor_rank = "random_states" not in saved
-    if same_layout:
-        state["rng_state"] = _random_state()
-    loaded = _load(info, shape, model, state)
-    load_optimizer(optimizer, loaded.get(_TENSORS, {}), saved_step(loaded["optimizer"]))
-    scheduler.load_state_dict(loaded["opt_param_scheduler"])
-    if same_layout:
-        _restore_random_state(loaded["rng_state"])
-    elif dist.get_rank() == 0:
-        why = "an older slime saved no random states that fit" if by_tensor_rank else "the parallel layout has changed"
-        logger.warning("%s, so random states start from --seed again", why)
-    return info.iteration
+    return info.iteration, saved
 
 
 def model_state(model: Chunks, *, by_layer: bool = False) -> dict[str, Any]:
@@ -172,7 +181,7 @@ def _load(info: CheckpointInfo, shape: ModelShape, model: Chunks, state: dict[st
         state |= {key: without_adapters(state[key]) for key, _ in _keys(model)}
     # Layers of other kinds have others; they hold nothing without fp8.
     state |= {key: _extra_states(state[key], are_kept=False) for key, _ in _keys(model)}
-    with _reading(info):
+    with _reading(info), reading_directly(state):
         if heads and VALUE_HEAD in dist_checkpointing.load_tensors_metadata(str(info.directory)):
             heads = set()
         new = {key: state[key].pop(_OUTPUT).data for key in heads}  # a language model's checkpoint: they stay as made

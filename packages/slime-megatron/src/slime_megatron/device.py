@@ -28,6 +28,7 @@ from slime_megatron.gloo import suit_gloo
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # numbers that glibc's mallopt gives them
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like")
 _MARK = "_slime_cpu_device"
+_COMPILED_NEVER = "__dynamo_disable"  # torch/_compile.py keeps there what it calls instead
 _LARGE = 1 << 20
 _PAGE = mmap.PAGESIZE
 _zeros, _empty = torch.zeros, torch.empty
@@ -108,6 +109,18 @@ def install_cpu_device() -> None:
     suit_gloo()
     # Megatron decorates small functions with torch.compile. On a CPU that would start a C++ compiler for each of them.
     torch.compile = lambda function: function  # type: ignore[assignment]
+    _keep_out_the_compiler()
+
+
+def _keep_out_the_compiler() -> None:
+    """Have an optimizer be made and loaded as it is. torch imports its compiler, half a second, to switch it off there.
+
+    A torch that asks elsewhere whether it is switched off imports it as ever.
+    """
+    for name in ("add_param_group", "load_state_dict", "state_dict"):
+        function = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
+        if function is not None:
+            setattr(function, _COMPILED_NEVER, function)
 
 
 def _keep_freed_memory() -> None:

@@ -54,7 +54,7 @@ _Whole = Callable[[str], LazyTensor]
 def _load(open_weights: Callable[[Path, WeightMap], _Whole], directory: Path, shape: ModelShape, model: Chunks) -> None:
     weight_map = WeightMap(shape, shape.padded_vocab_size(parallel_state.get_tensor_model_parallel_world_size()))
     try:
-        with TensorReader() as reader, torch.no_grad():
+        with TensorReader(shared=True) as reader, torch.no_grad():
             whole = open_weights(directory, weight_map)
             for name, weight in named_weights(model, with_copies=True):
                 if name == VALUE_HEAD:

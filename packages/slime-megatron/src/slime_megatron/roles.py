@@ -16,7 +16,7 @@ from slime_core.errors import ConfigError
 from slime_core.memory import Held, MemoryState
 from slime_megatron.background import Background
 from slime_megatron.checkpoint import OLD_ACTOR, CheckpointInfo, checkpoint_root, find_checkpoint
-from slime_megatron.checkpoint_io import load_checkpoint, load_weights
+from slime_megatron.checkpoint_io import check_continues, load_checkpoint, load_weights
 from slime_megatron.checkpoint_writer import save_checkpoint
 from slime_megatron.config import MegatronConfig
 from slime_megatron.device import Device
@@ -188,6 +188,13 @@ class TrainedModel:
                 with held.in_place(self.model):
                     save_checkpoint(only_weights, *parts)
         return save_checkpoint(self.config, *parts, background=background)
+
+    def load_weights(self, directory: str | Path) -> int:
+        """Load nothing but the weights of a checkpoint that :meth:`load` then continues; gives its iteration."""
+        found = find_checkpoint(directory)
+        iteration, _ = check_continues(found, self.config)
+        load_weights(found, self.shape, self.model)
+        return iteration
 
     def load(self, directory: str | Path) -> int:
         """Continue a checkpoint, with its optimizer, schedule and random state, and frozen weights that had changed."""

@@ -82,6 +82,7 @@ def start_worker(
     quantized_as: str | Path | None = None,
     take_turns: bool = False,
     most_behind: int = 1,
+    weights_first: bool = False,
 ) -> MegatronWorker:
     """Select this process's device, which must happen before Megatron is imported, and build its worker.
 
@@ -100,6 +101,8 @@ def start_worker(
         take_turns: Actor and critic take turns in device memory: while one works, the other waits in host memory.
         most_behind: With ``keep_old_actor``: most updates between a token and its training. The oldest copy stands for
             weights that are older.
+        weights_first: Of ``resume_from`` load the weights alone for now, which is enough to push them; the rest comes
+            with ``finish_loading``, or with the first call that needs it.
 
     Raises:
         ConfigError: The shape or the number of ranks does not fit the parallel sizes, no reference is named, the loss
@@ -129,4 +132,5 @@ def start_worker(
         quantized_as=quantized_as,
         take_turns=take_turns,
         most_behind=most_behind,
+        weights_first=weights_first,
     )

@@ -76,6 +76,9 @@ class MegatronWorker:
     With ``take_turns`` either the actor or the critic holds device memory, the other waits in host memory.
     """
 
+    _left: str | Path | None = None
+    """The checkpoint of which only the weights were loaded."""
+
     def __init__(
         self,
         config: MegatronConfig,
@@ -91,6 +94,7 @@ class MegatronWorker:
         quantized_as: str | Path | None,
         take_turns: bool,
         most_behind: int,
+        weights_first: bool,
     ) -> None:
         self.config = config
         self._output_dir = Path(output_dir)
@@ -151,7 +155,9 @@ class MegatronWorker:
             self._background = Background(config.distributed_timeout_minutes)
         self.iteration: int | None = None
         # Last, because building a model draws from the random states that this restores.
-        if resume_from is not None:
+        if resume_from is not None and weights_first:
+            self.iteration, self._left = self._actor.load_weights(resume_from), resume_from
+        elif resume_from is not None:
             self.load(resume_from)
 
     def _own(self, role: str, overrides: Mapping[str, Mapping[str, Any]]) -> MegatronConfig:
@@ -358,7 +364,8 @@ class MegatronWorker:
 
         A critic continues the checkpoint of the same number in its own directory.
         """
-        self._check_holds("load")
+        self._memory.require("load", Held.EVERYTHING)
+        self.saved()
         self._release()
         if self._critic is not None:
             root = self.config.critic_save or checkpoint_root(directory) / "critic"
@@ -366,7 +373,13 @@ class MegatronWorker:
             self._critic.load(Path(root) / find_checkpoint(directory).directory.name)
         self._turn_of(self._actor)
         self.iteration = self._actor.load(directory)
+        self._left = None
         return self.iteration
+
+    def finish_loading(self) -> None:
+        """Load what was left for later when the worker was made: optimizer, random states, other roles' weights."""
+        if self._left is not None:
+            self.load(self._left)
 
     def sleep(self, keep_weights: bool = False) -> SleepReport:
         """Give device memory back until :meth:`wake`: gradients and optimizer state, and without ``keep_weights`` all.
@@ -378,6 +391,7 @@ class MegatronWorker:
             MemoryStateError: There is nothing to give back.
             TrainingError: There is no room where it would wait.
         """
+        self.finish_loading()
         with self._memory.sleeping(keep_weights):
             self._release()
             if keep_weights:
@@ -421,6 +435,8 @@ class MegatronWorker:
     def _check_holds(self, call: str, least: Held = Held.EVERYTHING) -> None:
         self._memory.require(call, least)
         self.saved()  # raises what became of one that was under way
+        if least is Held.EVERYTHING:
+            self.finish_loading()
 
     @contextlib.contextmanager
     def _model(self, role: Role | int) -> Iterator[Chunks]:

@@ -29,9 +29,13 @@ class TensorReader:
     """Reads tensors, in a ``with`` statement and in one thread at a time.
 
     A checksum is compared once all of its bytes were read, in whatever order; see :meth:`finish`.
+
+    Args:
+        shared: Other processes read the same files at about the same time, so that the system should not forget them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, shared: bool = False) -> None:
+        self._shared = shared
         self._files: OrderedDict[Path, int] = OrderedDict()
         self._cached = 0
         self._made: dict[MadeBytes, memoryview] = {}
@@ -112,7 +116,7 @@ class TensorReader:
         """Now and then have the system forget what was read, so that its memory is used again: new memory takes longer,
         and is taken from what other programs have read."""
         self._cached += nbytes
-        if self._cached >= _CACHED_BYTES:
+        if self._cached >= _CACHED_BYTES and not self._shared:
             for descriptor in self._files.values():
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             self._cached = 0

@@ -1,0 +1,136 @@
+"""How a rank reads its part of a ``torch_dist`` checkpoint: from the files straight into its tensors, and checked.
+
+torch's own reader unpickles every tensor into new memory, which the kernel clears first, copies it from there, and
+compares no checksum. Megatron-core then joins into new memory once more what it keeps in parts, as a gated layer's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+from slime_convert.files.reading import TensorReader
+from slime_convert.files.tensors import LazyTensor, narrow
+from slime_convert.formats.torch_file import TorchFile
+from slime_megatron.checkpoint_files import memory_of
+from slime_megatron.errors import CheckpointError
+
+_HOOK = "_get_filesystem_reader"
+
+
+@contextlib.contextmanager
+def reading_directly(state: dict[str, Any]) -> Iterator[None]:
+    """Within the block, Megatron-core reads ``state`` as here where it would as torch does.
+
+    Megatron-core 0.16.1 takes no reader from outside. One that makes its own elsewhere reads as it does.
+    """
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+    from megatron.core.dist_checkpointing.strategies import torch as strategies
+    from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import (
+        CachedMetadataFileSystemReader,
+    )
+
+    dict_list_map_inplace(_joined_in_place, state)
+    own = getattr(strategies, _HOOK, None)
+    if own is None:
+        yield
+        return
+
+    def reader(*args: Any, **kwargs: Any) -> Any:
+        found = own(*args, **kwargs)
+        return DirectReader(found.path) if type(found) is CachedMetadataFileSystemReader else found
+
+    setattr(strategies, _HOOK, reader)
+    try:
+        yield
+    finally:
+        setattr(strategies, _HOOK, own)
+
+
+def _joined_in_place(value: Any) -> Any:
+    """Of a tensor that is kept in parts: have it be the result of joining them where they still lie in it.
+
+    Megatron's joining is the inverse of its splitting, so that no other tensor can be what views of all of it make.
+    """
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    if not isinstance(value, ShardedTensorFactory) or value.data is None:
+        return value
+    whole, join = value.data.detach(), value.merge_fn
+
+    def joined(parts: Any) -> Any:
+        found = parts if isinstance(parts, list) else []
+        lie_in_it = all(part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for part in found)
+        return whole if found and lie_in_it and sum(map(torch.numel, found)) == whole.numel() else join(parts)
+
+    return dataclasses.replace(value, merge_fn=joined)
+
+
+class DirectReader(FileSystemReader):
+    """torch's reader of checkpoints, with another way to read the tensors. The metadata is read once."""
+
+    _metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What the files hold, and where."""
+        if self._metadata is None:
+            self._metadata = super().read_metadata(*args, **kwargs)
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        """Read what this rank asks for, in the order in which it lies in the files.
+
+        Raises:
+            ConvertError: A file is cut off or damaged.
+            CheckpointError: A file does not hold what the metadata says.
+        """
+        wanted: dict[tuple[str, int], list[ReadItem]] = {}
+        for item in plan.items:
+            place = self.storage_data[item.storage_index]
+            if place.transform_descriptors:  # such as compressed
+                return super().read_data(plan, planner)
+            wanted.setdefault((place.relative_path, place.offset), []).append(item)
+        with TensorReader(shared=True) as reader:
+            for _, items in sorted(wanted.items()):
+                self._read(reader, items, planner)
+        done: torch.futures.Future[None] = torch.futures.Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, reader: TensorReader, items: list[ReadItem], planner: LoadPlanner) -> None:
+        """What is wanted of one place: an object or a tensor, or parts of it."""
+        place = self.storage_data[items[0].storage_index]
+        if items[0].type is LoadItemType.BYTE_IO:
+            with (Path(self.path) / place.relative_path).open("rb") as file:
+                file.seek(place.offset)
+                planner.load_bytes(items[0], io.BytesIO(file.read(place.length)))
+            return
+        name = str(items[0].storage_index.fqn)
+        file = TorchFile(Path(self.path), place.relative_path, (place.offset, place.length))
+        if (tensor := file.tensor(file.content(), name)) is None:
+            raise CheckpointError(f"{file.path} holds something else than the tensor {name}")
+        for item in items:
+            part = tensor
+            for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                part = narrow(part, axis, start, length)
+            target = planner.resolve_tensor(item).detach()
+            _fill(target, part, reader)
+            planner.commit_tensor(item, target)
+
+
+def _fill(target: torch.Tensor, source: LazyTensor, reader: TensorReader) -> None:
+    """Read a tensor into another of its shape, where it lies as in the file without a copy between."""
+    alike = str(target.dtype) == f"torch.{source.dtype}" and target.shape == source.shape
+    if alike and target.is_cpu and target.is_contiguous():
+        reader.stream(source).fill(memory_of(target).data)
+    else:
+        target.copy_(reader.load(source))

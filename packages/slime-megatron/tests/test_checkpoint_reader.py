@@ -1,0 +1,113 @@
+"""What torch has saved is read to the bit, into any tensor, and what is damaged is named."""
+
+import io
+import re
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+from torch.distributed.checkpoint.api import CheckpointException
+
+from slime_convert.errors import CheckpointError
+from slime_megatron.checkpoint_reader import DirectReader
+
+TENSORS = {
+    "float32": torch.arange(15.0).reshape(3, 5),
+    "transposed": torch.arange(28.0).reshape(7, 4).t(),
+    "scalar": torch.tensor(1.5, dtype=torch.bfloat16),
+    "empty": torch.empty(0, 3, dtype=torch.float16),
+    "int64": torch.arange(5),
+    "bool": torch.tensor([True, False]),
+    "float8": torch.arange(16.0).reshape(4, 4).to(torch.float8_e4m3fn),
+}
+
+
+class Marked(StreamTransformExtension):
+    """Stands for compression: a byte before everything."""
+
+    @staticmethod
+    def registry_name():
+        return "stream.marked"
+
+    @classmethod
+    def from_descriptor(cls, version):
+        return cls()
+
+    def get_descriptor(self):
+        return "stream.marked/1"
+
+    def transform_to(self, output):
+        output.write(b"!")
+        return output
+
+    def transform_from(self, source):
+        assert source.read(1) == b"!"
+        return io.BytesIO(source.read())
+
+
+@pytest.fixture
+def saved(tmp_path):
+    save(TENSORS | {"object": "of any kind"}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    return tmp_path
+
+
+def read(directory, targets, reader=DirectReader):
+    load(targets, storage_reader=reader(directory), no_dist=True)
+    return targets
+
+
+def bits(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("order", ["as saved", "reversed"])
+@pytest.mark.parametrize("name", TENSORS)
+def test_what_torch_has_saved(saved, name, order):
+    """Into a tensor that lies as in the file, and into one that does not."""
+    value = TENSORS[name]
+    target = torch.zeros_like(value, memory_format=torch.contiguous_format)
+    if order == "reversed" and value.dim() == 2:
+        target = torch.zeros(value.shape[::-1], dtype=value.dtype).mT
+    load({name: target}, storage_reader=DirectReader(saved), no_dist=True)
+    assert torch.equal(bits(target), bits(value))
+    target.untyped_storage().resize_(0)  # as while a trainer sleeps
+
+
+def test_an_object(saved):
+    state = {"object": ""}
+    load(state, storage_reader=DirectReader(saved), no_dist=True)
+    assert state == {"object": "of any kind"}
+
+
+@pytest.mark.parametrize("name", ["float32", "int64"])
+def test_another_type_is_converted_as_torch_does(saved, name):
+    found, expected = (
+        read(saved, {name: torch.zeros(TENSORS[name].shape, dtype=torch.bfloat16)}, reader)[name]
+        for reader in (DirectReader, FileSystemReader)
+    )
+    assert torch.equal(found, expected) and found.dtype == torch.bfloat16
+
+
+def test_what_was_transformed_is_read_by_torch(tmp_path):
+    known, value = ExtensionRegistry(), TENSORS["float32"]
+    known.register(Marked)
+    save({"a": value}, storage_writer=FileSystemWriter(tmp_path, _extensions=[Marked()]), no_dist=True)
+    found = {"a": torch.zeros(3, 5)}
+    load(found, storage_reader=DirectReader(tmp_path, _extension_registry=known), no_dist=True)
+    assert torch.equal(found["a"], value)
+
+
+def test_a_flipped_bit_is_named(saved):
+    """torch's own reader takes it."""
+    value = TENSORS["float32"]
+    [file] = saved.glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[data.find(value.numpy().tobytes()) + 7] ^= 1
+    file.write_bytes(data)
+    assert not torch.equal(read(saved, {"float32": torch.zeros(3, 5)}, FileSystemReader)["float32"], value)
+    with pytest.raises(CheckpointException) as caught:
+        read(saved, {"float32": torch.zeros(3, 5)})
+    [(error, _)] = caught.value.failures.values()
+    assert isinstance(error, CheckpointError)
+    assert re.search(r"is damaged: the checksum of float32 is wrong", str(error))
