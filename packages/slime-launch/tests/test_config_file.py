@@ -1,5 +1,6 @@
 """The file of --config, where each value came from, and what is written down of it."""
 
+import dataclasses
 import json
 import platform
 import sys
@@ -12,7 +13,7 @@ from slime_launch.config_file import with_config
 from slime_launch.flags import parse_train
 from slime_launch.preflight import Checked
 from slime_launch.redact import HIDDEN, without_secrets
-from slime_launch.resolved import FILE_NAME, installed, write_resolved
+from slime_launch.resolved import FILE_NAME, installed, packages, write_resolved
 from slime_launch.resume import StartWeights
 
 
@@ -83,6 +84,9 @@ def test_what_is_written_has_values_origins_and_no_secrets(flags, to_words, tmp_
         topology=None, num_engines=1,
     )  # fmt: skip
     write_resolved(checked, tmp_path)
+    text = (tmp_path / FILE_NAME).read_text()
+    write_resolved(dataclasses.replace(checked, packages=packages(settings)), tmp_path)
+    assert (tmp_path / FILE_NAME).read_text() == text
     text = (tmp_path / FILE_NAME).read_text()
     rows = json.loads(text)["settings"]
     assert rows["lr"] == {"value": 2e-5, "origin": "config file"}

@@ -57,6 +57,7 @@ class Checked:
         weights: The weights that the run begins with; ``None`` without trainers.
         overrides: Settings of roles that differ from the flags.
         topology: What ``--sglang-config`` holds.
+        packages: What is installed, and ``notes`` on Megatron's arguments, if they were found out ahead.
     """
 
     settings: Settings
@@ -66,6 +67,8 @@ class Checked:
     overrides: Overrides
     topology: Topology | None
     num_engines: int
+    packages: dict[str, dict[str, str] | None] | None = None
+    notes: Sequence[str] | None = None
 
 
 def preflight(settings: Settings, known: Sequence[str] = ()) -> Checked:

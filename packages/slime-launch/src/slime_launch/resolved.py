@@ -12,7 +12,7 @@ from typing import Any
 
 from slime_core.files import write_whole
 from slime_core.flags import flag_specs
-from slime_launch.config import CONFIGS
+from slime_launch.config import CONFIGS, Settings
 from slime_launch.preflight import Checked
 from slime_launch.redact import without_secrets
 from slime_launch.validate import global_batch_size
@@ -31,12 +31,17 @@ VERSIONS_SECONDS = 60.0
 
 def write_resolved(checked: Checked, directory: Path) -> None:
     """Write the settings of a run and the versions of all packages; secrets are removed."""
-    engine, found = checked.settings.engine, resolved(checked, os.environ)
-    found["packages"] = installed(sys.executable)
-    if checked.settings.generates and engine.python != sys.executable:
-        found["engine_packages"] = installed(engine.python)
+    found = resolved(checked, os.environ) | (checked.packages or packages(checked.settings))
     text = json.dumps(found, indent=1, ensure_ascii=False)
     write_whole(directory / FILE_NAME, text + "\n")
+
+
+def packages(settings: Settings) -> dict[str, dict[str, str] | None]:
+    """What is installed for a run, and for its engines where they have an interpreter of their own."""
+    found = {"packages": installed(sys.executable)}
+    if settings.generates and settings.engine.python != sys.executable:
+        found["engine_packages"] = installed(settings.engine.python)
+    return found
 
 
 def installed(python: str) -> dict[str, str] | None:

@@ -262,17 +262,7 @@ def start(
     source = source_spec(checked, settings, log_dir)
     rollout = RolloutWorker.start(place, source, room=room, log_dir=log_dir, watch=watch)
     stack.callback(rollout.close)
-    spec = TrainerSpec(
-        config=settings.megatron if checked.weights is None else checked.weights.into(settings.megatron),
-        algorithm=settings.algorithm,
-        shape=checked.shape,
-        resume_from=str(resume_from) if resume_from is not None else None,
-        output_dir=str(log_dir.parent.resolve()),
-        overrides=checked.overrides,
-        quantized_as=settings.rollout.data.hf_checkpoint if settings.generates and is_quantized(settings) else None,
-        take_turns=settings.trainer_sleeps,
-        most_behind=settings.rollout.selection.most_behind,
-    )
+    spec = trainer_spec(checked, settings, resume_from, log_dir)
     parts = ["engines", "router"] * settings.generates + ["trainers"] * settings.trains
     what = " and ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)
     with console.wait(f"start {what}", done=f"{what} are up") as wait:
@@ -297,7 +287,24 @@ def start_lines(checked: Checked) -> list[str]:
     """What the command leaves open, and what of it has no effect."""
     settings = checked.settings
     begins = start_notes(settings, checked.manifest, checked.weights)
-    return [*precision_notes(settings), *begins, *argument_notes(settings, checked.shape)]
+    notes = argument_notes(settings, checked.shape) if checked.notes is None else checked.notes
+    return [*precision_notes(settings), *begins, *notes]
+
+
+def trainer_spec(checked: Checked, settings: Settings, resume_from: Path | None, log_dir: Path) -> TrainerSpec:
+    """Settings of a trainer rank."""
+    return TrainerSpec(
+        config=settings.megatron if checked.weights is None else checked.weights.into(settings.megatron),
+        algorithm=settings.algorithm,
+        shape=checked.shape,
+        resume_from=str(resume_from) if resume_from is not None else None,
+        output_dir=str(log_dir.parent.resolve()),
+        overrides=checked.overrides,
+        quantized_as=settings.rollout.data.hf_checkpoint if settings.generates and is_quantized(settings) else None,
+        take_turns=settings.trainer_sleeps,
+        most_behind=settings.rollout.selection.most_behind,
+        weights_first=settings.generates and not settings.trainer_sleeps,
+    )
 
 
 def source_spec(checked: Checked, settings: Settings, log_dir: Path) -> SourceSpec:

@@ -93,6 +93,15 @@ def supervise(checked: Checked, output_dir: Path) -> int:
         return run(checked, output_dir)
 
 
+def with_facts(checked: Checked) -> Checked:
+    """What was checked, with what takes half a second to find out and is only written down: Ray starts meanwhile."""
+    from slime_launch.megatron_flags import argument_notes
+    from slime_launch.resolved import packages
+
+    notes = argument_notes(checked.settings, checked.shape)
+    return dataclasses.replace(checked, packages=packages(checked.settings), notes=notes)
+
+
 @contextlib.contextmanager
 def starting(cluster: ClusterConfig | None) -> Iterator[Callable[[Checked, Path], int]]:
     """Start the process of a run, and a Ray of its own with ``cluster``, while the command is checked.
@@ -111,7 +120,7 @@ def starting(cluster: ClusterConfig | None) -> Iterator[Callable[[Checked, Path]
 
             def run(checked: Checked, output_dir: Path) -> int:
                 partial = directory / "partial"
-                partial.write_bytes(pickle.dumps(checked))
+                partial.write_bytes(pickle.dumps(with_facts(checked)))
                 partial.rename(directory / CHECKED)
                 code = wait()
                 if code in KILLED:
