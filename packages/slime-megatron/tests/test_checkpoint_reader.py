@@ -2,12 +2,17 @@
 
 import io
 import re
+import tempfile
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from slime_convert.errors import CheckpointError
 from slime_megatron.checkpoint_reader import DirectReader
@@ -87,6 +92,49 @@ def test_another_type_is_converted_as_torch_does(saved, name):
         for reader in (DirectReader, FileSystemReader)
     )
     assert torch.equal(found, expected) and found.dtype == torch.bfloat16
+
+
+class Blocks:
+    """Of a load planner what gives a reader the places of some blocks."""
+
+    def __init__(self, blocks):
+        self.targets = {block: torch.zeros([stop - start for start, stop in block]) for block in blocks}
+        self.done = []
+
+    def resolve_tensor(self, item):
+        return self.targets[tuple((at, at + size) for at, size in zip(item.storage_offsets, item.lengths, strict=True))]
+
+    def commit_tensor(self, item, tensor):
+        self.done.append(tensor)
+
+
+SIDES = [st.tuples(st.integers(0, size), st.integers(0, size)).map(sorted).map(tuple) for size in (3, 4, 5)]
+
+
+@settings(deadline=None, max_examples=30, derandomize=True)
+@given(st.lists(st.tuples(*SIDES)))
+def test_blocks_of_a_tensor(blocks):
+    """Rows are read alone, columns from the whole; several blocks of a tensor in one go."""
+    value = torch.arange(60.0).reshape(3, 4, 5)
+    with tempfile.TemporaryDirectory() as directory:
+        save({"a": value}, storage_writer=FileSystemWriter(directory), no_dist=True)
+        reader, planner, place = DirectReader(directory), Blocks(blocks), MetadataIndex("a", [0, 0, 0])
+        reader.set_up_storage_reader(reader.read_metadata(), is_coordinator=True)
+        items = [
+            ReadItem(
+                type=LoadItemType.TENSOR,
+                dest_index=place,
+                dest_offsets=torch.Size([0, 0, 0]),
+                storage_index=place,
+                storage_offsets=torch.Size([start for start, _ in block]),
+                lengths=torch.Size([stop - start for start, stop in block]),
+            )
+            for block in planner.targets
+        ]
+        reader.read_data(LoadPlan(items), planner)
+    assert len(planner.done) == len(items)
+    for block, found in planner.targets.items():
+        assert torch.equal(found, value[tuple(slice(*sides) for sides in block)])
 
 
 def test_what_was_transformed_is_read_by_torch(tmp_path):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,13 +118,25 @@ class DirectReader(FileSystemReader):
         file = TorchFile(Path(self.path), place.relative_path, (place.offset, place.length))
         if (tensor := file.tensor(file.content(), name)) is None:
             raise CheckpointError(f"{file.path} holds something else than the tensor {name}")
+        whole: torch.Tensor | None = None
         for item in items:
-            part = tensor
-            for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                part = narrow(part, axis, start, length)
             target = planner.resolve_tensor(item).detach()
-            _fill(target, part, reader)
+            ranges = list(zip(item.storage_offsets, item.lengths, strict=True))
+            if _is_one_range(item.lengths, tensor.shape):
+                part = tensor
+                for axis, (start, length) in enumerate(ranges):
+                    part = narrow(part, axis, start, length)
+                _fill(target, part, reader)
+            else:
+                whole = reader.load(tensor) if whole is None else whole
+                target.copy_(whole[tuple(slice(start, start + length) for start, length in ranges)])
             planner.commit_tensor(item, target)
+
+
+def _is_one_range(lengths: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether a block of a tensor lies in one piece: whole rows, not a column, which would be read row by row."""
+    first = next((axis for axis, length in enumerate(lengths) if length != 1), len(lengths))
+    return tuple(lengths[first + 1 :]) == tuple(shape[first + 1 :])
 
 
 def _fill(target: torch.Tensor, source: LazyTensor, reader: TensorReader) -> None:
