@@ -119,8 +119,11 @@ def resumed(places: Places) -> Measure:
     def measure(root: Path, out: Path) -> dict[str, float]:
         save = ["--save", str(out / "checkpoints"), "--save-interval", "1"]
         first = script(places, root, out / "first", "train", [*save, "--num-rollout", "1"])
-        subprocess.run(["bash", str(first)], check=True, stdout=subprocess.DEVNULL)
-        return launcher.run(script(places, root, out, "train", [*save, "--num-rollout", "2"]), out)
+        try:
+            subprocess.run(["bash", str(first)], check=True, stdout=subprocess.DEVNULL)
+            return launcher.run(script(places, root, out, "train", [*save, "--num-rollout", "2"]), out)
+        finally:
+            shutil.rmtree(out / "checkpoints", ignore_errors=True)  # of 4 GB
 
     return measure
 

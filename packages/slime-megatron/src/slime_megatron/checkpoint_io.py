@@ -126,8 +126,10 @@ def load_checkpoint(
 
 
 def check_continues(info: CheckpointInfo, config: MegatronConfig) -> tuple[int, dict[str, Any]]:
-    """Its iteration and the arguments in it, if a run with this config can continue a checkpoint; errors as of
-    :func:`load_checkpoint`.
+    """A checkpoint's iteration and its arguments, if a run with this config can continue it.
+
+    Raises:
+        CheckpointError: It cannot: there is no optimizer state, or that of another kind.
     """
     saved = _saved_arguments(info) if info.format == "torch_dist" else {}
     if info.iteration is None or saved.get("no_save_optim", True):

@@ -24,8 +24,6 @@ from slime_convert.formats.torch_file import TorchFile
 from slime_megatron.checkpoint_files import memory_of
 from slime_megatron.errors import CheckpointError
 
-_HOOK = "_get_filesystem_reader"
-
 
 @contextlib.contextmanager
 def reading_directly(state: dict[str, Any]) -> Iterator[None]:
@@ -40,7 +38,7 @@ def reading_directly(state: dict[str, Any]) -> Iterator[None]:
     )
 
     dict_list_map_inplace(_joined_in_place, state)
-    own = getattr(strategies, _HOOK, None)
+    own = getattr(strategies, "_get_filesystem_reader", None)
     if own is None:
         yield
         return
@@ -49,11 +47,11 @@ def reading_directly(state: dict[str, Any]) -> Iterator[None]:
         found = own(*args, **kwargs)
         return DirectReader(found.path) if type(found) is CachedMetadataFileSystemReader else found
 
-    setattr(strategies, _HOOK, reader)
+    strategies._get_filesystem_reader = reader
     try:
         yield
     finally:
-        setattr(strategies, _HOOK, own)
+        strategies._get_filesystem_reader = own
 
 
 def _joined_in_place(value: Any) -> Any:
@@ -68,11 +66,15 @@ def _joined_in_place(value: Any) -> Any:
     whole, join = value.data.detach(), value.merge_fn
 
     def joined(parts: Any) -> Any:
-        found = parts if isinstance(parts, list) else []
-        lie_in_it = all(part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for part in found)
-        return whole if found and lie_in_it and sum(map(torch.numel, found)) == whole.numel() else join(parts)
+        found = parts if isinstance(parts, list) else [parts]
+        lie_in_it = all(isinstance(part, torch.Tensor) and _share_memory(part, whole) for part in found)
+        return whole if lie_in_it and sum(map(torch.numel, found)) == whole.numel() else join(parts)
 
     return dataclasses.replace(value, merge_fn=joined)
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 class DirectReader(FileSystemReader):
@@ -112,7 +114,9 @@ class DirectReader(FileSystemReader):
         if items[0].type is LoadItemType.BYTE_IO:
             with (Path(self.path) / place.relative_path).open("rb") as file:
                 file.seek(place.offset)
-                planner.load_bytes(items[0], io.BytesIO(file.read(place.length)))
+                data = file.read(place.length)
+            for item in items:
+                planner.load_bytes(item, io.BytesIO(data))
             return
         name = str(items[0].storage_index.fqn)
         file = TorchFile(Path(self.path), place.relative_path, (place.offset, place.length))
