@@ -129,7 +129,7 @@ def check_continues(info: CheckpointInfo, config: MegatronConfig) -> tuple[int, 
     """A checkpoint's iteration and its arguments, if a run with this config can continue it.
 
     Raises:
-        CheckpointError: It cannot: there is no optimizer state, or that of another kind.
+        CheckpointError: It has no optimizer state, or that of another kind of optimizer.
     """
     saved = _saved_arguments(info) if info.format == "torch_dist" else {}
     if info.iteration is None or saved.get("no_save_optim", True):

@@ -189,12 +189,15 @@ class TrainedModel:
                     save_checkpoint(only_weights, *parts)
         return save_checkpoint(self.config, *parts, background=background)
 
-    def load_weights(self, directory: str | Path) -> int:
-        """Load nothing but the weights of a checkpoint that :meth:`load` then continues; gives its iteration."""
+    def load_weights(self, directory: str | Path) -> tuple[int, Path]:
+        """Load only the weights of a checkpoint; gives its iteration and its own directory, for :meth:`load` later.
+
+        Of a directory of checkpoints the newest may be another one by then.
+        """
         found = find_checkpoint(directory)
         iteration, _ = check_continues(found, self.config)
         load_weights(found, self.shape, self.model)
-        return iteration
+        return iteration, found.directory
 
     def load(self, directory: str | Path) -> int:
         """Continue a checkpoint, with its optimizer, schedule and random state, and frozen weights that had changed."""

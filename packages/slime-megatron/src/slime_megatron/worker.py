@@ -77,7 +77,7 @@ class MegatronWorker:
     """
 
     _left: str | Path | None = None
-    """The checkpoint of which only the weights were loaded."""
+    """What `finish_loading` will load the rest of, if anything."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class MegatronWorker:
         self.iteration: int | None = None
         # Last, because building a model draws from the random states that this restores.
         if resume_from is not None and weights_first:
-            self.iteration, self._left = self._actor.load_weights(resume_from), resume_from
+            self.iteration, self._left = self._actor.load_weights(resume_from)
         elif resume_from is not None:
             self.load(resume_from)
 
