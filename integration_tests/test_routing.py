@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ranks
+import torch
 from launching import Assets, make_assets
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from slime_convert.shape import ModelShape
 from slime_core.config import AlgorithmConfig
 from slime_core.schedule import build_shards
-from slime_core.types import RolloutBatch, TrainShard
-from slime_core.types.routed import count_routed
+from slime_core.types import RolloutBatch, Sample, TrainShard, WeightUpdate
+from slime_core.types.routed import count_routed, routed_rows
 from slime_megatron.config import MegatronConfig
 from slime_rollout.config import RolloutConfig
 from slime_rollout.engine.config import EngineConfig
@@ -25,6 +30,7 @@ from slime_rollout.weights import TensorWeightChannel
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 ALGORITHM = AlgorithmConfig()
 TOLERANCE = 1e-4
+_ROUTER = "mlp.gate.weight"
 
 
 @pytest.fixture(
@@ -115,3 +121,86 @@ def test_the_trainer_takes_the_experts_that_the_engine_took(assets: Assets, flee
             assert replayed < TOLERANCE
             assert unlike > 0
             assert plain > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("assets", ["qwen3-moe"], indirect=True)
+@pytest.mark.parametrize("top_p", [0.9, pytest.param(1.0, marks=pytest.mark.full)])
+def test_experts_log_probs_and_versions_of_each_token_belong_together_over_updates(
+    assets: Assets, fleet: EngineFleet, top_p: float
+) -> None:
+    """Three updates arrive while responses are being sampled, each with other routers, which leave nothing to rounding:
+    a token's log-prob is that of its version's weights with its experts, over the tokens that these weights kept."""
+    weights, seeded = load_file(assets.hf / "model.safetensors"), torch.Generator().manual_seed(3)
+    versions = [
+        weights | {name: torch.randn(one.shape, generator=seeded) for name, one in weights.items() if _ROUTER in name}
+        for _ in range(4)
+    ]
+    channel = TensorWeightChannel(fleet.engine_urls)
+    flags = {"async_buffer_size": 2, "max_weight_staleness": 3, "rollout_batch_size": 8, "n_samples_per_prompt": 1}
+    config = _rollouts(assets, **flags, rollout_top_p=top_p, rollout_max_response_len=160)
+    given = RolloutManager(config, router_url=fleet.router_url, run_seed=5)
+    samples: list[Sample] = []
+    try:
+        for version in range(4):
+            given.hold()
+            _send(channel, versions[version], version)
+            given.release()
+            samples += given.generate(version).samples
+    finally:
+        given.close()
+        _send(channel, weights, 0)
+    network = AutoModelForCausalLM.from_pretrained(assets.hf, dtype=torch.float32)
+    mixed = sum(len(set(sample.weight_versions)) > 1 for sample in samples)
+    worst = max(_distance(network, versions, sample, top_p) for sample in samples)
+    print(f"{mixed} of {len(samples)} responses are of several versions; largest distance {worst:.1e}")
+    assert mixed > 0
+    assert worst < TOLERANCE
+
+
+def _send(channel: TensorWeightChannel, weights: dict[str, torch.Tensor], version: int) -> None:
+    channel.begin(WeightUpdate(version=version))
+    channel.send(list(weights.items()))
+    channel.end()
+
+
+@torch.no_grad()
+def _distance(network: Any, versions: list[dict[str, torch.Tensor]], sample: Sample, top_p: float) -> float:
+    """The largest distance of a sample's log-probs from transformers', and of what was kept from top-p's definition.
+
+    Each version's weights compute the whole sample: with the sample's experts where that version sampled the next
+    token, and with those that the routers choose elsewhere, as the engine did.
+    """
+    start, worst = len(sample.prompt_tokens) - 1, 0.0
+    # The prompt is computed by the weights that sample the first token.
+    next_T = torch.tensor([sample.weight_versions[0]] * start + sample.weight_versions)
+    rows_TW = torch.tensor(routed_rows("sample", sample.routed_experts or "").astype(int))
+    assert len(rows_TW) == len(next_T)
+    kept = [[int(one) for one in ids.split()] for ids in (sample.kept_tokens or "").split(";")]
+    for version in sorted(set(sample.weight_versions)):
+        routers = sorted(name for name in versions[version] if _ROUTER in name)
+        for name, given_TK in zip(routers, rows_TW.chunk(len(routers), 1), strict=True):
+            router = network.get_submodule(name.removesuffix(".weight"))
+            router.weight.copy_(versions[version][name])
+            router.forward = partial(_chosen, router, given_TK, next_T == version)
+        logp_TV = torch.log_softmax(network(torch.tensor([sample.tokens[:-1]])).logits[0].double(), -1)
+        for place, (token, given) in enumerate(
+            zip(sample.response_tokens, sample.rollout_log_probs or [], strict=True)
+        ):
+            if sample.weight_versions[place] != version:
+                continue
+            logp_V, ids = logp_TV[start + place], kept[place] if top_p < 1 else range(logp_TV.shape[1])
+            p_K = logp_V[list(ids)].exp()
+            over, under = top_p - p_K.sum(), p_K.sum() - p_K.min() - top_p
+            worst = max(worst, float(over), float(under), abs(float(logp_V[token] - p_K.sum().log()) - given))
+    return worst
+
+
+def _chosen(
+    router: Any, given_TK: torch.Tensor, there_T: torch.Tensor, hidden_TD: torch.Tensor
+) -> tuple[Any, Any, Any]:
+    """A router of Qwen3's that takes the given experts at some places."""
+    logits_TE = torch.nn.functional.linear(hidden_TD.reshape(-1, router.hidden_dim), router.weight)
+    probs_TE = logits_TE.softmax(-1)
+    ids_TK = torch.where(there_T[:, None], given_TK, probs_TE.topk(router.top_k, -1).indices)
+    scores_TK = probs_TE.gather(1, ids_TK)
+    return logits_TE, scores_TK / scores_TK.sum(-1, keepdim=True), ids_TK

@@ -1,5 +1,6 @@
 """The generation half as one object; its engines are scripted here, and real in the integration tests."""
 
+import dataclasses
 import types
 
 import pytest
@@ -49,6 +50,22 @@ def test_a_rollout_is_trained_from_the_version_that_was_confirmed_last(service, 
     assert service._engines.updates == [7]
     service.close()
     assert service._engines.updates == [7, "stop"]
+
+
+@pytest.mark.parametrize("ends", ["confirm_update", "fail_update"])
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_requests_that_ask_for_experts_are_held_while_weights_change_that_would_compute_them_again(service, mode, ends):
+    service._spec = dataclasses.replace(service._spec, engine=EngineConfig(update_weight_pause_mode=mode))
+    service._engines.fail_update = lambda silent: True
+    calls = []
+    service._manager.hold, service._manager.release = (lambda: calls.append("hold")), (lambda: calls.append("release"))
+    service._engines.begin_update = lambda only_behind: ["http://127.0.0.1:1"]
+    service.begin_update(only_behind=True)
+    assert calls == []  # an engine that is behind has no requests
+    service.begin_update()
+    assert calls == ["hold"] * (mode == "retract")
+    getattr(service, ends)(*[7] * (ends == "confirm_update"))
+    assert calls[-1:] == ["release"]
 
 
 @pytest.fixture

@@ -266,6 +266,10 @@ class GenerationService:
         engine_urls = tuple(self._started.begin_update(only_behind=only_behind))
         if engine_urls:
             self._namespace.change()
+            # Engines that are behind have no requests.
+            computes_again = self._spec.engine.update_weight_pause_mode == "retract" and not only_behind
+            if computes_again and self._manager is not None:
+                self._manager.hold()
         return ChannelSpec(
             sync=self._spec.engine,
             engine_urls=engine_urls,
@@ -281,10 +285,16 @@ class GenerationService:
         self._started.confirm_update(version)
         self._namespace.change()
         self._version = version
+        self._release()
 
     def fail_update(self, silent: Sequence[str] = ()) -> bool:
         """Record that sending failed; returns whether the cause is an engine that is being replaced."""
+        self._release()
         return self._started.fail_update(silent)
+
+    def _release(self) -> None:
+        if self._manager is not None:
+            self._manager.release()
 
     def score(self, urls: Sequence[str], tokens: CanaryTokens) -> dict[str, list[float]]:
         """What engines make of fixed tokens, by engine: see :class:`slime_rollout.canary.EngineCanary`."""

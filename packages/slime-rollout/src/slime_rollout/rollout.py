@@ -109,7 +109,7 @@ class RolloutManager:
         pipeline = GroupPipeline(config, scorers.of(config), teacher or make_teacher(config), self._sample_hooks)
         self._calls = SourceCalls(data.source, config)
         self._function, self._eval_function = find_functions(config, hook_args)
-        client = EngineClient(
+        self._client = client = EngineClient(
             router_url,
             concurrency=config.sampling.rollout_concurrency,
             timeout=config.sampling.rollout_request_timeout,
@@ -239,6 +239,21 @@ class RolloutManager:
         """
         self.close()
         self.source.load_state_dict(state)
+
+    def hold(self) -> None:
+        """Before engines get weights and compute what is in flight again (the pause mode ``retract``): end requests
+        that ask for experts, so that each token's experts stay those of the weights that sampled it. They go on after
+        :meth:`release`. See :meth:`EngineClient.hold`; may be called from any thread.
+        """
+        self._thread.submit(self._client.hold()).result()
+
+    def release(self) -> None:
+        """After the update, whether it succeeded or not."""
+
+        async def release() -> None:
+            self._client.release()
+
+        self._thread.submit(release()).result()
 
     def cancel(self) -> None:
         """End a :meth:`generate` or :meth:`evaluate` of another thread, which raises `CancelledError`."""

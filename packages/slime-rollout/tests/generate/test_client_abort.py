@@ -1,9 +1,11 @@
 """Requests that are stopped or that nobody waits for any more."""
 
 import asyncio
+import base64
 import logging
 import time
 
+import numpy as np
 import pytest
 
 from slime_core.types import Status
@@ -306,3 +308,97 @@ def test_a_refused_request_is_not_aborted(engine):
 
     in_client(engine, script)
     assert engine.aborts == []
+
+
+def ask_experts(client, tokens=(1, 2, 3), **params):
+    return asyncio.create_task(client.generate(list(tokens), {"max_new_tokens": 9, **params}, experts_from=1))
+
+
+@pytest.fixture
+def with_experts(reply):
+    """An answer whose experts are the places of the tokens that chose them."""
+
+    def make(body, tokens, **changes):
+        start, length = body["routed_experts_start_len"], len(body["input_ids"])
+        rows = np.arange(start, length + len(tokens) - 1, dtype="<i4")[:, None]
+        return reply(tokens=tokens, routed_experts=base64.b64encode(rows.tobytes()).decode(), **changes)
+
+    return make
+
+
+def test_what_asks_for_experts_ends_before_an_update_and_goes_on_after_it(engine, reply, with_experts, monkeypatch):
+    """The last token is sampled again: whether it ended the response was not looked at."""
+    monkeypatch.setattr(client_module, "_ABORT_AGAIN", (0.02,) * 3)
+    updates, told = [], lambda body: body["rid"] in [one["rid"] for one in engine.aborts]
+
+    async def answer(number, body):
+        if "routed_experts_start_len" not in body:
+            await until(lambda: len(updates) == 2)
+            return reply(tokens=(4,))
+        if len(updates) < 2:
+            await until(lambda: told(body))
+            return with_experts(body, (5, 6, 7), version=str(len(updates)), finish={"type": "abort"})
+        return with_experts(body, (8, 0), version="2", text="end", finish={"type": "stop"})
+
+    engine.answer = answer
+
+    async def script(client):
+        held, others = ask_experts(client, min_new_tokens=0), start(client)
+        for version in (1, 2):
+            await until(lambda sent=1 + version: len(engine.bodies) == sent)
+            await client.hold()
+            late = ask_experts(client, (9, 9)) if version == 2 else None
+            await asyncio.sleep(0.05)
+            assert len(engine.bodies) == 1 + version  # nothing is sent while engines get weights
+            updates.append(version)
+            client.release()
+        return await held, await others, await late
+
+    held, others, late = in_client(engine, script)
+    assert others.tokens == [4] and len(engine.aborts) == 2
+    assert held.tokens == [5, 6, 5, 6, 8, 0] and held.weight_versions == [0, 0, 1, 1, 2, 2]
+    assert (held.text, held.text_from, held.status) == ("end", 4, Status.COMPLETED)
+    assert held.experts_TW[:, 0].tolist() == list(range(1, 8))  # each token but the last, each once
+    sent = [body for body in engine.bodies if body.get("routed_experts_start_len") is not None]
+    assert [body["input_ids"] for body in sent] == [[1, 2, 3], [1, 2, 3, 5, 6], [1, 2, 3, 5, 6, 5, 6], [9, 9]]
+    assert [body["routed_experts_start_len"] for body in sent] == [1, 4, 6, 1]
+    assert [body["sampling_params"]["max_new_tokens"] for body in sent] == [9, 7, 5, 9]
+    assert late.tokens == [8, 0]
+
+
+def test_a_held_request_that_gets_no_answer_is_begun_again(engine, with_experts, monkeypatch):
+    monkeypatch.setattr(client_module, "_ABORT_AGAIN", (0.02,))
+    monkeypatch.setattr(client_module, "ABORT_SECONDS", 0.1)
+
+    async def answer(number, body):
+        if number == 0:
+            await forever(number, body)
+        return with_experts(body, (8, 0))
+
+    engine.answer = answer
+
+    async def script(client):
+        task = ask_experts(client)
+        await until(lambda: engine.bodies)
+        await client.hold()
+        assert not task.done()
+        client.release()
+        return await task
+
+    assert in_client(engine, script).tokens == [8, 0]
+    assert [body["input_ids"] for body in engine.bodies] == [[1, 2, 3]] * 2
+
+
+def test_what_is_held_can_be_aborted(engine, with_experts):
+    engine.answer = lambda number, body: with_experts(body, (8, 0))
+
+    async def script(client):
+        await client.hold()
+        task = ask_experts(client)
+        await asyncio.sleep(0)
+        await client.abort_all()
+        client.release()
+        return await task
+
+    assert in_client(engine, script).status is Status.ABORTED
+    assert not engine.bodies

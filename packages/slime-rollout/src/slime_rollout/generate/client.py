@@ -49,6 +49,10 @@ class EngineClient:
     A request whose task is cancelled or whose deadline passes is aborted at the engines in the background. Leaving the
     client waits for that, five seconds at most, and stops what is in flight.
 
+    An engine that computes the tokens of a request again after an update names the experts of the new weights for them.
+    So between :meth:`hold` and :meth:`release` no engine has a request that asks for experts: it ends with what was
+    sampled, and another one goes on from there.
+
     Args:
         url: Address of the router or engine, such as ``http://127.0.0.1:30000``.
         concurrency: Most requests in flight; the others are queued, which does not count towards their time limit.
@@ -84,6 +88,8 @@ class EngineClient:
         self._in_flight: dict[str, _Request] = {}
         self._straight: Counter[str] = Counter()  # requests in flight that did not go through the router
         self._control: EngineControl | None = None
+        self._may_send = asyncio.Event()
+        self._may_send.set()
 
     @property
     def retries(self) -> int:
@@ -100,7 +106,7 @@ class EngineClient:
             for request in self._in_flight.values():  # of tasks that nobody awaited
                 request.stop()
                 request.leave()
-            await _unfinished(list(self._in_flight.values()), _LEAVING_SECONDS)
+            await _pending(list(self._in_flight.values()), lambda request: request.finished, _LEAVING_SECONDS)
             await control.close()
         finally:
             self._control = None
@@ -135,34 +141,20 @@ class EngineClient:
             GenerationError: The engine refused, did not answer in time, or its answer is invalid; or ``rid`` is in
                 flight already.
         """
-        control, request = self._opened(), self._enter(rid)
+        control, request = self._opened(), self._enter(rid, experts_from is not None)
         body = {"input_ids": list(input_ids), "sampling_params": sampling_params, "return_logprob": True}
         if with_kept:
             body["return_sampling_mask"] = True
-        rows = None
         if experts_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": experts_from}
-            rows = len(input_ids) - 1 - experts_from
-        headers, done = _headers(session_id), Completion.nothing()
+        done = part = Completion.nothing()
         try:
             async with request.scope, self._place(request):
-                while not request.stopped:
-                    content = self._next_attempt(request, body)
-                    try:
-                        session = session_id if request.attempts == 1 else None  # whose engine may be the problem
-                        straight = self._straight_to_engine(control, session)
-                        routed = not with_kept and rows is None
-                        async with contextlib.nullcontext(self._where) if routed else straight as where:
-                            reply = await exchange(
-                                control.session, "POST", where, content, headers=headers, strict=True
-                            )
-                        done = Completion.from_json(reply, with_kept=with_kept, expert_rows=rows)
+                while True:
+                    part = await self._answer(control, request, _continued(body, done), session_id)
+                    if not request.held or part.status is not Status.ABORTED or request.stopped:
                         break
-                    except FailedUpdateError as failed:
-                        error = HttpError("POST", self._where, None, str(failed), taken=False)
-                    except HttpError as failed:
-                        error = failed
-                    await self._pause_after(error, control, request)
+                    done, part = done.followed_by(part.certain(sampling_params)), Completion.nothing()
         except TimeoutError:
             control.abort_later(request.sent)
             if not request.stopped:
@@ -173,7 +165,24 @@ class EngineClient:
         finally:
             del self._in_flight[request.rid]
             request.finished.set_result(None)
-        return done.certain(sampling_params) if done.status is Status.ABORTED else done
+        return done.followed_by(part.certain(sampling_params) if part.status is Status.ABORTED else part)
+
+    async def hold(self) -> None:
+        """End every request that asks for experts, and send none until :meth:`release`; each goes on after that.
+
+        Returns when no engine has one, after at most :data:`ABORT_SECONDS`: the tokens of an engine that does not
+        answer are sampled again.
+        """
+        self._may_send.clear()
+        if requests := [one for one in self._in_flight.values() if one.asks_experts and not one.answered.done()]:
+            for request in requests:
+                request.held = True
+            for request in await self._abort_until(requests, lambda request: request.answered):
+                request.give_up()
+
+    def release(self) -> None:
+        """Send what :meth:`hold` held back."""
+        self._may_send.set()
 
     async def abort(self, rid: str) -> None:
         """Stop one request. Its :meth:`generate` returns the tokens so far.
@@ -191,24 +200,60 @@ class EngineClient:
         await self._stop(list(self._in_flight.values()))
 
     async def _stop(self, requests: Sequence[_Request]) -> None:
-        control = self._opened()
         for request in requests:
             request.stop()
+        if late := await self._abort_until(requests, lambda request: request.finished):
+            for request in late:
+                request.leave()
+            await _pending(late, lambda request: request.finished, _LEAVING_SECONDS)
+
+    async def _abort_until(
+        self, requests: Sequence[_Request], future_of: Callable[[_Request], asyncio.Future[None]]
+    ) -> Sequence[_Request]:
+        """Abort requests at the engines until their futures are done; those that are not after `ABORT_SECONDS`."""
+        control = self._opened()
         try:
             async with asyncio.timeout(ABORT_SECONDS):
                 for pause in (*_ABORT_AGAIN, ABORT_SECONDS):
                     await control.abort([request.sent for request in requests if request.sent])
-                    if not (requests := await _unfinished(requests, pause)):
-                        return
+                    if not (requests := await _pending(requests, future_of, pause)):
+                        return ()
         except TimeoutError:
             logger.warning("%s: %d aborted requests gave no answer in %g s", self._url, len(requests), ABORT_SECONDS)
-            for request in requests:
-                request.leave()
-            await _unfinished(requests, _LEAVING_SECONDS)
+        return requests
 
-    def _enter(self, rid: str | None) -> _Request:
+    async def _answer(
+        self, control: EngineControl, request: _Request, body: dict[str, Any], session_id: str | None
+    ) -> Completion:
+        """What an engine answers to a request, retried; nothing once it is stopped, or was held for too long."""
+        with_kept, start = "return_sampling_mask" in body, body.get("routed_experts_start_len")
+        rows = None if start is None else len(body["input_ids"]) - 1 - start
+        headers = _headers(session_id)
+        while not request.stopped:
+            if rows is not None:
+                await request.wait_for(self._may_send)
+            request.held = False
+            content = self._next_attempt(request, body)
+            try:
+                session = session_id if request.attempts == 1 else None  # whose engine may be the problem
+                straight = self._straight_to_engine(control, session)
+                routed = not with_kept and rows is None
+                async with request.asking(), contextlib.nullcontext(self._where) if routed else straight as where:
+                    reply = await exchange(control.session, "POST", where, content, headers=headers, strict=True)
+                return Completion.from_json(reply, with_kept=with_kept, expert_rows=rows)
+            except FailedUpdateError as failed:
+                error = HttpError("POST", self._where, None, str(failed), taken=False)
+            except HttpError as failed:
+                error = failed
+            except TimeoutError:  # held, and the engine did not answer
+                control.abort_later(request.sent)
+                return Completion.nothing()
+            await self._pause_after(error, control, request)
+        return Completion.nothing()
+
+    def _enter(self, rid: str | None, asks_experts: bool) -> _Request:
         # All of one length: an engine aborts every request whose name begins with the given one.
-        request = _Request(f"{self._prefix}{next(self._numbers):012}" if rid is None else rid)
+        request = _Request(f"{self._prefix}{next(self._numbers):012}" if rid is None else rid, asks_experts)
         if not request.rid or request.rid in self._in_flight:
             raise GenerationError(
                 f"the request id {request.rid!r} is {'in flight already' if request.rid else 'empty'}; "
@@ -305,15 +350,20 @@ class EngineClient:
 class _Request:
     """One call of `EngineClient.generate`."""
 
-    def __init__(self, rid: str) -> None:
+    def __init__(self, rid: str, asks_experts: bool) -> None:
         self.rid = rid
         self.sent = ""  # the name of the latest attempt; no name is the beginning of another's
         self.attempts = 0
         self.problem = ""  # of the latest attempt that failed
+        self.asks_experts = asks_experts
         self.stopped = False
+        self.held = False  # ended by `EngineClient.hold`, and to be continued
         self.scope = asyncio.timeout(None)  # ends at the deadline, or when the engine's answer is not waited for
+        self._attempt = asyncio.timeout(None)
         self._loop = asyncio.get_running_loop()
         self.finished: asyncio.Future[None] = self._loop.create_future()
+        self.answered: asyncio.Future[None] = self._loop.create_future()  # of the latest attempt
+        self.answered.set_result(None)
         self._waits_here = True
 
     def begin(self, seconds: float) -> None:
@@ -321,6 +371,27 @@ class _Request:
         self._waits_here = False
         if not self.stopped:
             self.scope.reschedule(self._loop.time() + seconds)
+
+    @contextlib.asynccontextmanager
+    async def asking(self) -> AsyncIterator[None]:
+        """An attempt. Raises TimeoutError if :meth:`give_up` ends it."""
+        self.answered = self._loop.create_future()
+        try:
+            async with asyncio.timeout(None) as self._attempt:
+                yield
+        finally:
+            self.answered.set_result(None)
+
+    def give_up(self) -> None:
+        """End the attempt, if it has not been answered, without its answer."""
+        if not (self.answered.done() or self._attempt.expired()):
+            self._attempt.reschedule(self._loop.time())
+
+    async def wait_for(self, event: asyncio.Event) -> None:
+        """Wait before the first or the next attempt."""
+        self._waits_here = True
+        await event.wait()
+        self._waits_here = False
 
     async def pause(self, seconds: float) -> bool:
         """Wait before the next attempt; ``False`` at once if the deadline comes before that."""
@@ -425,11 +496,25 @@ class EngineControl:
         return True
 
 
-async def _unfinished(requests: Sequence[_Request], seconds: float) -> list[_Request]:
-    """The requests that have not returned after so many seconds."""
-    if waiting := [request.finished for request in requests if not request.finished.done()]:
+async def _pending(
+    requests: Sequence[_Request], future_of: Callable[[_Request], asyncio.Future[None]], seconds: float
+) -> list[_Request]:
+    """The requests whose futures are not done after so many seconds."""
+    if waiting := [future for request in requests if not (future := future_of(request)).done()]:
         await asyncio.wait(waiting, timeout=seconds)
-    return [request for request in requests if not request.finished.done()]
+    return [request for request in requests if not future_of(request).done()]
+
+
+def _continued(body: dict[str, Any], done: Completion) -> dict[str, Any]:
+    """The request for what comes after the tokens of ``done``, which were sampled before."""
+    if not done.tokens:
+        return body
+    continued = body | {"input_ids": [*body["input_ids"], *done.tokens]}
+    if (longest := body["sampling_params"].get("max_new_tokens")) is not None:
+        continued["sampling_params"] = body["sampling_params"] | {"max_new_tokens": longest - len(done.tokens)}
+    if done.experts_TW is not None:
+        continued["routed_experts_start_len"] = body["routed_experts_start_len"] + len(done.experts_TW)
+    return continued
 
 
 def _headers(session_id: str | None) -> dict[str, str] | None:

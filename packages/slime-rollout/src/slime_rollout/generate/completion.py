@@ -84,6 +84,7 @@ class Completion:
             were not.
         status: Completed, truncated or aborted.
         reason: The engine's own words for why it ended.
+        text_from: Place of the first token that ``text`` is of: above 0 if another request sampled those before.
     """
 
     text: str
@@ -94,6 +95,7 @@ class Completion:
     reason: str
     kept: list[list[int]] | None = None
     experts_TW: NDArray[np.int32] | None = dataclasses.field(default=None, compare=False)
+    text_from: int = 0
 
     @property
     def kept_tokens(self) -> str | None:
@@ -156,6 +158,21 @@ class Completion:
             experts_TW=None
             if self.experts_TW is None or not kept
             else self.experts_TW[: kept - len(self.tokens) or None],
+        )
+
+    def followed_by(self, rest: Completion) -> Completion:
+        """What was sampled by this request, and then by the one that went on from there."""
+        if not self.tokens:
+            return rest
+        tables = [table for table in (self.experts_TW, rest.experts_TW) if table is not None]
+        return dataclasses.replace(
+            rest,
+            tokens=self.tokens + rest.tokens,
+            log_probs=self.log_probs + rest.log_probs,
+            weight_versions=self.weight_versions + rest.weight_versions,
+            kept=None if self.kept is None else self.kept + (rest.kept or []),
+            experts_TW=np.concatenate(tables) if tables else None,
+            text_from=len(self.tokens) + rest.text_from,
         )
 
     @classmethod

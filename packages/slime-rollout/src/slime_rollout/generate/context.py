@@ -248,7 +248,7 @@ def _extend(sample: Sample, done: Completion, tokenizer: Any) -> None:
     """Append what an engine sampled; of an aborted request nothing without a tokenizer, which its text needs."""
     if tokenizer is None and done.status is Status.ABORTED:
         done = Completion.nothing()
-    if tokenizer is not None and (sample.response_length or done.status is Status.ABORTED):
+    if tokenizer is not None and (sample.response_length or done.text_from or done.status is Status.ABORTED):
         text = _joined_text(sample, done, tokenizer)
     else:
         text = sample.response + done.text
@@ -271,7 +271,7 @@ def _joined_text(sample: Sample, done: Completion, tokenizer: Any) -> str:
     whole: str = tokenizer.decode([*sample.response_tokens, *done.tokens], skip_special_tokens=True)
     if done.status is Status.ABORTED:
         return whole
-    last: str = tokenizer.decode(done.tokens, skip_special_tokens=True)
+    last: str = tokenizer.decode(done.tokens[done.text_from :], skip_special_tokens=True)
     # The engine leaves a stop string out of the text, not out of the tokens.
     return whole[: len(whole) - (len(last) - len(done.text))] if last.startswith(done.text) else whole
 
