@@ -147,14 +147,32 @@ class EngineClient:
             body["return_sampling_mask"] = True
         if experts_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": experts_from}
-        done = part = Completion.nothing()
+        headers, done, part = _headers(session_id), Completion.nothing(), Completion.nothing()
         try:
             async with request.scope, self._place(request):
-                while True:
-                    part = await self._answer(control, request, _continued(body, done), session_id)
-                    if not request.held or part.status is not Status.ABORTED or request.stopped:
-                        break
-                    done, part = done.followed_by(part.certain(sampling_params)), Completion.nothing()
+                while not request.stopped:
+                    if experts_from is not None:
+                        await request.wait_for(self._may_send)
+                    content, rows = self._next_attempt(request, body, done)
+                    try:
+                        session = session_id if request.attempts == 1 else None  # whose engine may be the problem
+                        straight = self._straight_to_engine(control, session)
+                        routed = not with_kept and rows is None
+                        async with request.asking(), contextlib.nullcontext(self._where) if routed else straight as to:
+                            reply = await exchange(control.session, "POST", to, content, headers=headers, strict=True)
+                        part = Completion.from_json(reply, with_kept=with_kept, expert_rows=rows)
+                        if not request.held or part.status is not Status.ABORTED or request.stopped:
+                            break
+                        done, part = done.followed_by(part.certain(sampling_params)), Completion.nothing()
+                        continue
+                    except FailedUpdateError as failed:
+                        error = HttpError("POST", self._where, None, str(failed), taken=False)
+                    except HttpError as failed:
+                        error = failed
+                    except TimeoutError:  # held, and the engine did not answer
+                        control.abort_later(request.sent)
+                        continue
+                    await self._pause_after(error, control, request)
         except TimeoutError:
             control.abort_later(request.sent)
             if not request.stopped:
@@ -222,35 +240,6 @@ class EngineClient:
             logger.warning("%s: %d aborted requests gave no answer in %g s", self._url, len(requests), ABORT_SECONDS)
         return requests
 
-    async def _answer(
-        self, control: EngineControl, request: _Request, body: dict[str, Any], session_id: str | None
-    ) -> Completion:
-        """What an engine answers to a request, retried; nothing once it is stopped, or was held for too long."""
-        with_kept, start = "return_sampling_mask" in body, body.get("routed_experts_start_len")
-        rows = None if start is None else len(body["input_ids"]) - 1 - start
-        headers = _headers(session_id)
-        while not request.stopped:
-            if rows is not None:
-                await request.wait_for(self._may_send)
-            request.held = False
-            content = self._next_attempt(request, body)
-            try:
-                session = session_id if request.attempts == 1 else None  # whose engine may be the problem
-                straight = self._straight_to_engine(control, session)
-                routed = not with_kept and rows is None
-                async with request.asking(), contextlib.nullcontext(self._where) if routed else straight as where:
-                    reply = await exchange(control.session, "POST", where, content, headers=headers, strict=True)
-                return Completion.from_json(reply, with_kept=with_kept, expert_rows=rows)
-            except FailedUpdateError as failed:
-                error = HttpError("POST", self._where, None, str(failed), taken=False)
-            except HttpError as failed:
-                error = failed
-            except TimeoutError:  # held, and the engine did not answer
-                control.abort_later(request.sent)
-                return Completion.nothing()
-            await self._pause_after(error, control, request)
-        return Completion.nothing()
-
     def _enter(self, rid: str | None, asks_experts: bool) -> _Request:
         # All of one length: an engine aborts every request whose name begins with the given one.
         request = _Request(f"{self._prefix}{next(self._numbers):012}" if rid is None else rid, asks_experts)
@@ -287,15 +276,17 @@ class EngineClient:
         finally:
             self._places.put_nowait(None)
 
-    def _next_attempt(self, request: _Request, body: dict[str, Any]) -> bytes:
-        """What to send."""
+    def _next_attempt(self, request: _Request, body: dict[str, Any], done: Completion) -> tuple[bytes, int | None]:
+        """What to send for what comes after ``done``, and of how many input tokens experts are wanted."""
         request.attempts += 1
+        request.held = False
         request.sent = request.rid if request.attempts == 1 else f"{request.attempts}~{request.rid}"
-        attempt = body | {"rid": request.sent}
+        attempt = _continued(body, done) | {"rid": request.sent}
+        start = attempt.get("routed_experts_start_len")
         if (namespace := self._cache_namespace()) is not None:
             attempt["extra_key"] = namespace
         try:
-            return orjson.dumps(attempt)
+            return orjson.dumps(attempt), None if start is None else len(attempt["input_ids"]) - 1 - start
         except TypeError as error:  # orjson.JSONEncodeError is one
             raise GenerationError(
                 f"a request cannot be written as JSON ({error}); give token ids and sampling_params as plain values"
