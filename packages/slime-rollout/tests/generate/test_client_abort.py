@@ -402,3 +402,27 @@ def test_what_is_held_can_be_aborted(engine, with_experts):
 
     assert in_client(engine, script).status is Status.ABORTED
     assert not engine.bodies
+
+
+def test_updates_in_mid_response_use_up_no_retry(engine, with_experts, monkeypatch):
+    """Each is a new attempt at the engine, and none of them failed."""
+    monkeypatch.setattr(client_module, "_ABORT_AGAIN", (0.02,) * 3)
+
+    async def answer(number, body):
+        if number < 3:
+            await until(lambda: body["rid"] in [one["rid"] for one in engine.aborts])
+            return with_experts(body, (5, 6), finish={"type": "abort"})
+        return 503 if number == 3 else with_experts(body, (8, 0))
+
+    engine.answer = answer
+
+    async def script(client):
+        task = ask_experts(client)
+        for sent in (1, 2, 3):
+            await until(lambda sent=sent: len(engine.bodies) == sent)
+            await client.hold()
+            client.release()
+        return await task
+
+    assert in_client(engine, script, retry_delays=(0.01,)).tokens == [5, 5, 5, 8, 0]
+    assert len(engine.bodies) == 5

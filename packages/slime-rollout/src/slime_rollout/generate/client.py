@@ -155,7 +155,7 @@ class EngineClient:
                         await request.wait_for(self._may_send)
                     content, rows = self._next_attempt(request, body, done)
                     try:
-                        session = session_id if request.attempts == 1 else None  # whose engine may be the problem
+                        session = session_id if request.tries == 1 else None  # whose engine may be the problem
                         straight = self._straight_to_engine(control, session)
                         routed = not with_kept and rows is None
                         async with request.asking(), contextlib.nullcontext(self._where) if routed else straight as to:
@@ -164,6 +164,7 @@ class EngineClient:
                         if not request.held or part.status is not Status.ABORTED or request.stopped:
                             break
                         done, part = done.followed_by(part.certain(sampling_params)), Completion.nothing()
+                        request.tries = 0
                         continue
                     except FailedUpdateError as failed:
                         error = HttpError("POST", self._where, None, str(failed), taken=False)
@@ -279,6 +280,7 @@ class EngineClient:
     def _next_attempt(self, request: _Request, body: dict[str, Any], done: Completion) -> tuple[bytes, int | None]:
         """What to send for what comes after ``done``, and of how many input tokens experts are wanted."""
         request.attempts += 1
+        request.tries += 1
         request.held = False
         request.sent = request.rid if request.attempts == 1 else f"{request.attempts}~{request.rid}"
         attempt = _continued(body, done) | {"rid": request.sent}
@@ -301,10 +303,10 @@ class EngineClient:
         if request.stopped:
             return
         try:
-            wait = self._retries.wait_after(request.attempts, error)
+            wait = self._retries.wait_after(request.tries, error)
         except HttpError:
             raise GenerationError(
-                f"{self._where} failed {request.attempts} times, at last with: {error.problem}; "
+                f"{self._where} failed {request.tries} times, at last with: {error.problem}; "
                 "see the logs of router and engines"
             ) from error
         if not await request.pause(wait):
@@ -345,6 +347,7 @@ class _Request:
         self.rid = rid
         self.sent = ""  # the name of the latest attempt; no name is the beginning of another's
         self.attempts = 0
+        self.tries = 0  # since it was sent or continued
         self.problem = ""  # of the latest attempt that failed
         self.asks_experts = asks_experts
         self.stopped = False
