@@ -37,15 +37,19 @@ class DataConfig(Config):
     )
     prompt_data: tuple[str, ...] | str = flag(
         (),
-        help="prompts: JSON Lines (also .gz, .bz2, .xz, .zst), Parquet, directories that `datasets` saved; several are "
-        "joined; PATH@[a:b] takes rows a to b as Python does",
+        help="prompts: JSON Lines or one JSON array (also .gz, .bz2, .xz, .zst), Parquet, directories that `datasets` "
+        "saved; several are joined; PATH@[a:b] takes rows a to b as Python does",
         metavar="PATH",
     )
     prompt_data_weights: tuple[float, ...] = flag(
         (), help="share of each data set of --prompt-data in an epoch; without it every prompt comes once", above=0
     )
-    input_key: str | None = flag(None, help="field of the prompt in a row; without it `prompt`, then `input`")
-    label_key: str | None = flag(None, help="field of the answer in a row; without it `label` where there is one")
+    input_key: str | None = flag(
+        None, help="field of the prompt in a row, such as task.text; without it `prompt`, then `input`"
+    )
+    label_key: str | None = flag(
+        None, help="field of the answer in a row, such as reward_model.ground_truth; without it `label` if there is one"
+    )
     metadata_key: str = flag("metadata", help="field of a row's further values, handed to reward functions")
     tool_key: str = flag("tools", help="field of a row's tools, handed to the chat template and kept in its metadata")
     data_source_path: str | None = flag(

@@ -163,9 +163,9 @@ def _encoding(config: RolloutConfig, rows: Rows, max_length: int | None, tokeniz
     if tokenizer.chat_template or rows == "conversations":
         chat = ChatEncoder(tokenizer, template_kwargs=config.data.chat_template_kwargs)
     if rows == "pairs":
-        return PreferenceEncoder(tokenizer, chat), {"fields": preference_fields(config), "max_length": max_length}
+        return PreferenceEncoder(tokenizer, chat), {"fields": PreferenceFields.of(config), "max_length": max_length}
     last = config.data.loss_mask_type == "distill_qwen"
-    return chat, {"fields": sft_fields(config), "max_length": max_length, "last_turn_only": last}
+    return chat, {"fields": SftFields.of(config), "max_length": max_length, "last_turn_only": last}
 
 
 def row_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -200,28 +200,10 @@ def check_rows(config: RolloutConfig, rows: Rows) -> dict[str, int]:
 
 def _count_usable(path: str, config: RolloutConfig, rows: Rows) -> int:
     if rows == "pairs":
-        return len(read_preferences(path, preference_fields(config), on_bad_data=config.data.on_bad_data))
-    return len(read_sft(path, sft_fields(config), on_bad_data=config.data.on_bad_data))
+        return len(read_preferences(path, PreferenceFields.of(config), on_bad_data=config.data.on_bad_data))
+    return len(read_sft(path, SftFields.of(config), on_bad_data=config.data.on_bad_data))
 
 
 def count_rows(paths: Sequence[str]) -> int:
     """Rows of data sets, usable or not; blank lines are none. A `DataError` if a file cannot be read."""
     return sum(sum(1 for _ in PromptFile(path).rows()) for path in paths)
-
-
-def sft_fields(config: RolloutConfig) -> SftFields:
-    """Which fields of a conversation are read."""
-    data = config.data
-    return SftFields(messages_key=data.input_key, tool_key=data.tool_key, metadata_key=data.metadata_key)
-
-
-def preference_fields(config: RolloutConfig) -> PreferenceFields:
-    """Which fields of a pair are read."""
-    data = config.data
-    return PreferenceFields(
-        prompt_key=data.input_key,
-        chosen_key=data.chosen_key,
-        rejected_key=data.rejected_key,
-        tool_key=data.tool_key,
-        metadata_key=data.metadata_key,
-    )

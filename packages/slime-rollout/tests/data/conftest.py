@@ -209,6 +209,8 @@ def write():
 
     def write(rows, path):
         lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        if ".json." in f"{path.name}.":
+            lines = json.dumps(rows, indent=len(rows) % 2 or None).encode()
         if path.name.endswith(".gz"):
             path.write_bytes(gzip.compress(lines))
         elif path.name.endswith(".bz2"):
@@ -219,7 +221,7 @@ def write():
             path.write_bytes(zstd.compress(lines))
         elif path.suffix == ".parquet":
             pq.write_table(table_of(rows), path, row_group_size=2)
-        elif path.suffix == ".jsonl":
+        elif path.suffix in (".jsonl", ".json"):
             path.write_bytes(lines)
         else:
             datasets.Dataset(table_of(rows)).save_to_disk(path)

@@ -1,5 +1,6 @@
 import datetime
 import decimal
+import gzip
 import json
 import os
 import struct
@@ -22,7 +23,7 @@ from slime_rollout.data.rows import row_values
 
 datasets.disable_progress_bars()
 
-FORMATS = (".jsonl", ".jsonl.gz", ".jsonl.bz2", ".jsonl.xz", ".jsonl.zst", ".parquet", "")
+FORMATS = (".jsonl", ".jsonl.gz", ".jsonl.bz2", ".jsonl.xz", ".jsonl.zst", ".json", ".json.gz", ".parquet", "")
 
 words = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=9)
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
@@ -349,8 +350,8 @@ def test_what_is_behind_a_slice_is_not_looked_at(tmp_path, monkeypatch):
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_an_empty_file_is_told(write, tmp_path, suffix):
     path = tmp_path / f"p{suffix}"
-    write([] if "jsonl" in suffix else ROWS, path)
-    if "jsonl" not in suffix:
+    write([] if "json" in suffix else ROWS, path)
+    if "json" not in suffix:
         name = f"{path}@[20:]"
         with pytest.raises(DataError, match="leaves no row: the file has 9"):
             PromptFile(name)
@@ -369,7 +370,7 @@ def test_a_missing_file_and_one_of_another_format(tmp_path, suffix):
         with pytest.raises(DataError, match=r"does not exist; give the path of a prompt file"):
             PromptFile(str(path))
     path.mkdir() if not suffix else path.write_bytes(b"{}")
-    if suffix == ".jsonl":
+    if suffix in (".jsonl", ".json"):
         return
     with pytest.raises(DataError) as caught:
         next(PromptFile(str(path)).rows())
@@ -424,3 +425,45 @@ def test_a_line_without_end_does_not_fill_the_memory(tmp_path, monkeypatch):
     next(rows)
     with pytest.raises(DataError, match=r"p\.jsonl:2: over 0 MiB long; is this JSON"):
         next(rows)
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".json.gz"])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_one_array_is_its_rows_whatever_the_name(tmp_path, suffix, indent):
+    rows = [{"prompt": 'a "quoted" [text], {with} \\ brackets', "label": "1"}, {"prompt": "é" * 300_000, "label": "2"}]
+    text = "\ufeff \n" + json.dumps(rows, indent=indent, ensure_ascii=False) + "\n"
+    path = tmp_path / f"p{suffix}"
+    path.write_bytes(gzip.compress(text.encode()) if suffix.endswith("gz") else text.encode())
+    assert [(row.where, row.prompt) for row in read_prompts(str(path))] == [
+        (f"{path}, row {number}", row["prompt"]) for number, row in enumerate(rows, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[{"prompt": "a"}, {"prompt": "b"}', "is damaged or cut off: its JSON array has no end"),
+        ('[{"prompt": "a"}, {"prompt": "b', "is damaged or cut off: its JSON array has no end"),
+        ('[{"prompt": "a"}]\n[{"prompt": "b"}]', "something follows its JSON array; write one array, or one object"),
+        ('[{"prompt": "a"},, {"prompt": "b"}]', ", row 2: invalid JSON"),
+        ('[{"prompt": "a"}, ["b"]]', ", row 2: a row must be a JSON object, got a list"),
+        ('[{"prompt": "a"}, {"prompt": "b"}}]', ", row 2: invalid JSON"),
+        ("[]", "is empty; write one row per prompt"),
+        ('{\n  "prompt": "a"\n}', ":1: invalid JSON: "),
+    ],
+)
+def test_what_is_no_array_of_rows_is_told_in_a_line(tmp_path, text, words):
+    path = tmp_path / "p.json"
+    path.write_text(text)
+    with pytest.raises(DataError) as caught:
+        read_prompts(str(path))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_element_without_end_does_not_fill_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_LONGEST", 1 << 20)
+    path = tmp_path / "p.json"
+    path.write_text('[{"prompt": "' + "x" * (5 << 20) + '"}]')
+    with pytest.raises(DataError, match="row 1: over 1 MiB long"):
+        read_prompts(str(path))

@@ -23,7 +23,7 @@ from slime_rollout.data import (
     StreamingPrompts,
 )
 
-FORMATS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", "")
+FORMATS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".parquet", "")
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 
 

@@ -27,10 +27,10 @@ def unnamed(completions, /): return []
 def score(tmp_path):
     (tmp_path / "trl.py").write_text(SOURCE)
 
-    def run(name, *samples):
+    def run(name, *samples, label_key="answer"):
         path = f"{tmp_path}/trl.py:{name}"
         config = RolloutConfig.of(hf_checkpoint="m", prompt_data="p", rollout_batch_size=1, custom_rm_path=path)
-        scorer = make_scorer(config, HookArgs({"label_key": "answer"}), strict=True)
+        scorer = make_scorer(config, HookArgs({"label_key": label_key}), strict=True)
 
         async def all_of():
             return await asyncio.gather(*map(scorer.reward, samples))
@@ -47,6 +47,7 @@ def sample(index, response, **more):
 def test_columns_are_labels_and_metadata_under_their_names(score):
     right, wrong = sample(0, "4", label="4"), sample(1, "5", label="4")
     assert score("named", right, wrong) == [1.0, 0.0]
+    assert score("named", right, wrong, label_key="reward_model.answer") == [1.0, 0.0]
     easy, hard = (
         sample(0, "4", metadata={"difficulty": 1, "topic": "sums"}),
         sample(1, "15", metadata={"difficulty": 3}),

@@ -118,6 +118,19 @@ def _ignore_broken_torchvision() -> None:
             sys.modules["torchvision"] = None  # type: ignore[assignment]
 
 
+def template_tokenizer(hf_checkpoint: str, *, trust_remote_code: bool = False) -> Any:
+    """A tokenizer to render with, as :func:`load_tokenizer`; torch is not imported if there is a tokenizer.json."""
+    if (Path(hf_checkpoint) / "tokenizer.json").is_file():
+        _ignore_broken_torchvision()
+        from transformers import PreTrainedTokenizerFast
+
+        try:
+            return PreTrainedTokenizerFast.from_pretrained(hf_checkpoint)
+        except Exception:  # whatever is wrong with it, the next line says so
+            pass
+    return load_tokenizer(hf_checkpoint, trust_remote_code=trust_remote_code)
+
+
 def apply_template(tokenizer: Any, messages: list[Message], tools: Tools, **how: Any) -> Any:
     """What ``tokenizer.apply_chat_template`` returns. Raises DataError if the template refuses the messages."""
     try:
@@ -134,8 +147,23 @@ def text_tokens(tokenizer: Any, text: str) -> list[int]:
 
 def unused_character(*values: Any) -> str:
     """A character that occurs nowhere in ``values``, to mark a place in a template's text."""
-    text = repr(values)
-    return next(chr(code) for code in _PRIVATE_USE if chr(code) not in text)
+    return unused_characters(*values)[0]
+
+
+def unused_characters(*values: Any) -> list[str]:
+    """All such characters."""
+    used = set(json.dumps(values, ensure_ascii=False, default=str))
+    return [chr(code) for code in _PRIVATE_USE if chr(code) not in used]
+
+
+def marked(value: Any, path: tuple[str | int, ...], offset: int, mark: str) -> Any:
+    """A copy, as deep as it must be, with the mark in the text at ``path``."""
+    if not path:
+        return f"{(value or '')[:offset]}{mark}{(value or '')[offset:]}"
+    copy: Any = list(value) if isinstance(value, list) else dict(value)
+    inner = copy.get(path[0]) if isinstance(copy, dict) else copy[path[0]]
+    copy[path[0]] = marked(inner, path[1:], offset, mark)
+    return copy
 
 
 def as_messages(prompt: Prompt, role: str = "user") -> list[Message]:

@@ -26,8 +26,8 @@ from typing import Any
 
 from slime_core.errors import ConfigError, DataError
 from slime_core.types import Message, Sample, Status
-from slime_rollout.data.chat import Tools, apply_template, suited, unused_character
-from slime_rollout.data.rows import TURN_MASK_KEY
+from slime_rollout.data.chat import Tools, apply_template, marked, suited, unused_character
+from slime_rollout.data.messages import TURN_MASK_KEY
 
 Render = Callable[[list[Message], bool], str]
 """Messages, and whether to add the generation prompt, to text. Raises DataError where the template refuses them."""
@@ -217,7 +217,7 @@ class _TurnFinder:
                 if here is None or there is None:
                     continue
                 given = prompt[there:]
-                shared = _shared_length(given, self.text[here : here + len(given)])
+                shared = shared_length(given, self.text[here : here + len(given)])
                 if shared == len(given):
                     return here + shared
                 if not prompt.startswith(before) or shared < len(before) - there:
@@ -269,7 +269,7 @@ class _TurnFinder:
     def _mark_position(self, number: int, place: _Place, count: int, *, generate: bool = False) -> int | None:
         """Where a place of a message is in the rendering of the first ``count`` messages; None if that is not clear."""
         messages = self._messages[:count]
-        messages[number] = _marked(messages[number], *place, self._mark)
+        messages[number] = marked(messages[number], *place, self._mark)
         try:
             text = self._render(messages, generate)
         except DataError:
@@ -304,7 +304,7 @@ def _places(message: Message, *, first: bool = False) -> Iterator[_Place]:
             yield path, offset
 
 
-def _shared_length(first: str, second: str) -> int:
+def shared_length(first: str, second: str) -> int:
     """Length of the longest common beginning."""
     both = enumerate(zip(first, second, strict=False))
     return next((place for place, (one, other) in both if one != other), min(len(first), len(second)))
@@ -315,13 +315,3 @@ def _value(message: Message, path: tuple[str | int, ...]) -> Any:
     for step in path:
         value = value[step] if isinstance(step, int) else value.get(step)
     return value
-
-
-def _marked(value: Any, path: tuple[str | int, ...], offset: int, mark: str) -> Any:
-    """A copy, as deep as it must be, with the mark in the text at ``path``."""
-    if not path:
-        return f"{(value or '')[:offset]}{mark}{(value or '')[offset:]}"
-    copy: Any = list(value) if isinstance(value, list) else dict(value)
-    inner = copy.get(path[0]) if isinstance(copy, dict) else copy[path[0]]
-    copy[path[0]] = _marked(inner, path[1:], offset, mark)
-    return copy

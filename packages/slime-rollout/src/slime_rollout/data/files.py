@@ -1,8 +1,8 @@
 """Prompt files of every format, or slices of them, read row by row from any place on.
 
-A directory is one that ``datasets.save_to_disk`` wrote, ``.parquet`` is Parquet, and everything else JSON Lines,
-decompressed where it ends in ``.gz``, ``.bz2``, ``.xz`` or ``.zst``. Any of them may end in ``@[a:b]``, which takes the
-rows from a to b as a Python slice does.
+A directory is one that ``datasets.save_to_disk`` wrote, ``.parquet`` is Parquet, and everything else JSON Lines or one
+JSON array, decompressed where it ends in ``.gz``, ``.bz2``, ``.xz`` or ``.zst``. Any of them may end in ``@[a:b]``,
+which takes the rows from a to b as a Python slice does.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import IO, Any
 import orjson
 
 from slime_core.errors import DataError
+from slime_rollout.data.json_array import BOM, array_items, is_array
 
 _SLICE = re.compile(r"(?P<path>.+)@\[(?P<start>|-?\d+):(?P<stop>|-?\d+)\]")
 _SAMPLES, _SAMPLE_BYTES = 16, 4096  # of a file, spread evenly from its first byte to its last
 
 _LONGEST = 256 << 20  # bytes of a line: a file that is not JSON Lines at all must not fill the memory
-_BOM = b"\xef\xbb\xbf"
 _COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "backports.zstd"}
 if sys.version_info >= (3, 14):
     _COMPRESSED[".zst"] = "compression.zstd"
@@ -70,8 +70,8 @@ class Mark:
 class PromptFile:
     """A prompt file, or a slice of one; ``streamed`` refuses a slice that needs the whole file before its first row.
 
-    JSON Lines are read from a byte offset on; in compressed files, everything before it is decompressed again to get
-    there. Parquet files are read from a row group on, in parts; directories of ``datasets`` are mapped into memory.
+    JSON is read from a byte offset on; in compressed files, everything before it is decompressed again to get there.
+    Parquet files are read from a row group on, in parts; directories of ``datasets`` are mapped into memory.
     Raises `DataError` if it is missing, empty or damaged, or the slice is empty; rows of JSON Lines are not looked at
     yet.
     """
@@ -81,6 +81,7 @@ class PromptFile:
         name, rows = split_slice(path)
         self._file = Path(name)
         self._table: _Table | None = None
+        self._is_array = False
         self._begin = Mark()
         self._start: int
         self._stop: int | None
@@ -91,6 +92,8 @@ class PromptFile:
                 self._check_not_empty(self._table.size)
                 self._start, self._stop, _ = rows.indices(self._table.size)
             else:
+                with _open(self._file) as stream, _damage(self._file, "decompressed"):
+                    self._is_array = is_array(stream)
                 self._start, self._stop = self._line_bounds(rows, streamed=streamed)
             self.size = _size(self._file)
 
@@ -130,17 +133,27 @@ class PromptFile:
         row = mark.row
         if row == self._stop:
             return
-        for number, offset, line in _json_lines(self._file, mark):
+        for number, offset, text in self._texts(mark):
             row += 1
             behind = Mark(row, number, offset)
             if row > self._start:
-                yield behind, RawRow(where=f"{self._file}:{number}", value=line)
+                where = f"{self._file}, row {number}" if self._is_array else f"{self._file}:{number}"
+                yield behind, RawRow(where=where, value=text)
             elif row == self._start:
                 self._begin = behind  # the next epoch starts here
             if row == self._stop:  # what is behind the slice is not read
                 return
         if from_start and row <= self._start:
             self._check_not_empty(row)
+
+    def _texts(self, mark: Mark) -> Iterator[tuple[int, int, bytes]]:
+        """Lines, or elements of an array, from a place on: number from 1, the offset behind, and the text."""
+        if not self._is_array:
+            yield from _json_lines(self._file, mark)
+            return
+        with _open(self._file) as stream, _damage(self._file, "decompressed"):
+            name = str(self._file)
+            yield from array_items(stream, offset=mark.offset, row=mark.line, longest=_LONGEST, name=name)
 
     def _line_bounds(self, rows: slice, *, streamed: bool) -> tuple[int, int | None]:
         start, stop = rows.start or 0, rows.stop
@@ -150,7 +163,7 @@ class PromptFile:
                     f"{self.path} counts from the end of JSON Lines, which --streaming-data would have to read whole "
                     "for that; count from the beginning, use Parquet, or leave out --streaming-data"
                 )
-            total = sum(1 for _ in _json_lines(self._file, Mark()))
+            total = sum(1 for _ in self._texts(Mark()))
             self._check_not_empty(total)
             start, stop, _ = rows.indices(total)
         elif stop is not None and stop <= start:
@@ -249,7 +262,7 @@ def _json_lines(file: Path, mark: Mark) -> Iterator[tuple[int, int, bytes]]:
             number, offset = number + 1, offset + len(line)
             if len(line) > _LONGEST:
                 raise DataError(f"{file}:{number}: over {_LONGEST >> 20} MiB long; is this JSON, one object per line?")
-            if stripped := (line.removeprefix(_BOM) if number == 1 else line).strip():
+            if stripped := (line.removeprefix(BOM) if number == 1 else line).strip():
                 yield number, offset, stripped
 
 

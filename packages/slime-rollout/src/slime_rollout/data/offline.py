@@ -21,26 +21,18 @@ from typing import Any
 
 from slime_core.errors import DataError
 from slime_core.types import Group, Message, Prompt, Sample
+from slime_rollout.config import RolloutConfig
 from slime_rollout.data.chat import as_messages, text_tokens
-from slime_rollout.data.chat_mask import ChatEncoder, EncodedChat
+from slime_rollout.data.chat_mask import ChatEncoder, EncodedChat, shared_length
 from slime_rollout.data.dataset import Dataset
 from slime_rollout.data.files import RawRow
-from slime_rollout.data.rows import (
-    Fields,
-    Row,
-    common_values,
-    field_name,
-    kind,
-    read_messages,
-    read_rows,
-    row_values,
-    text_or_messages,
-)
+from slime_rollout.data.forms import OWN, conversation, form_of, question_of, system_key, used_by, with_system
+from slime_rollout.data.messages import kind, read_messages, text_or_messages
+from slime_rollout.data.rows import Fields, Row, common_values, find_field, read_rows, row_values
 
 logger = logging.getLogger(__name__)
 
 CHOSEN_REWARD, REJECTED_REWARD = 1.0, 0.0
-_MESSAGE_KEYS = ("messages", "conversations")
 _PROMPT_KEYS = ("prompt", "question", "instruction", "input")
 _CHOSEN_KEYS = ("chosen", "chosen_response", "preferred")
 _REJECTED_KEYS = ("rejected", "rejected_response", "dispreferred")
@@ -48,9 +40,20 @@ _REJECTED_KEYS = ("rejected", "rejected_response", "dispreferred")
 
 @dataclass(frozen=True, kw_only=True)
 class SftFields(Fields):
-    """Name of the field of messages; unset: ``messages``, then ``conversations``."""
+    """Names of fields: of messages, unset ``messages``, then ``conversations``; with ``answer_key`` of a question.
+
+    Rows of other projects are recognised without (:mod:`slime_rollout.data.forms`).
+    """
 
     messages_key: str | None = None
+    answer_key: str | None = None
+
+    @classmethod
+    def of(cls, config: RolloutConfig) -> SftFields:
+        """The fields that the flags name."""
+        data = config.data
+        names = {"tool_key": data.tool_key, "metadata_key": data.metadata_key}
+        return cls(messages_key=data.input_key, answer_key=data.label_key, **names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +65,7 @@ class SftRow(Row):
 
 def read_sft(path: str, fields: SftFields | None = None, *, on_bad_data: str = "error") -> list[SftRow]:
     """Read and check a file of conversations, as `check_prompt_file` does one of prompts."""
-    return read_rows(path, functools.partial(_sft_row, fields=fields or SftFields()), on_bad_data)
+    return read_rows(path, functools.partial(sft_row, fields=fields or SftFields()), on_bad_data)
 
 
 class SftDataset(Dataset[tuple[SftRow, EncodedChat]]):
@@ -134,28 +137,51 @@ def encode_conversation(
     max_length: int | None = None,
 ) -> tuple[SftRow, EncodedChat]:
     """A row of a file of conversations and its tokens, as :meth:`SftDataset.load` has them; a `DataError` if bad."""
-    row = _sft_row(raw, fields or SftFields())
+    row = sft_row(raw, fields or SftFields())
     try:
-        first = _last_turn(row.messages) if last_turn_only else 0
+        first = last_turn(row.messages) if last_turn_only else 0
         return row, encoder.encode(row.messages, tools=row.tools, first_trained=first, max_length=max_length)
     except DataError as error:
         raise DataError(f"{row.where}: {error}") from None
 
 
-def _last_turn(messages: Sequence[Message]) -> int:
+def last_turn(messages: Sequence[Message]) -> int:
+    """The number of the assistant's last message."""
     return max(place for place, message in enumerate(messages) if message["role"] == "assistant")
 
 
-def _sft_row(raw: RawRow, fields: SftFields) -> SftRow:
+def sft_row(raw: RawRow, fields: SftFields) -> SftRow:
+    """Check a row of a file of conversations; says where and why it cannot be used."""
     where, values = raw.where, row_values(raw)
-    key = field_name(where, values, fields.messages_key, _MESSAGE_KEYS, "the conversation", "name the field")
-    messages = read_messages(f"{where}: {key!r}", values[key])
+    messages, used, said = _conversation(raw, values, fields)
+    if (key := system_key(values)) is not None and messages[0] != (first := with_system(values, messages))[0]:
+        messages, used, said = first, used | {key}, _also(said, key)
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
         raise DataError(f"{where}: no message is the assistant's, so there is nothing to train on; roles: {roles}")
     if roles[0] == "assistant":
         raise DataError(f"{where}: message 1 is the assistant's; begin with a system or user message")
-    return SftRow(messages=messages, **common_values(where, values, fields, {key}))
+    return SftRow(messages=messages, said=said, **common_values(where, values, fields, used))
+
+
+def _conversation(raw: RawRow, values: dict[str, Any], fields: SftFields) -> tuple[list[Message], set[str | None], str]:
+    """The messages of a row, the fields that they are of, and how it is read if another project wrote it."""
+    where, given = raw.where, fields.messages_key
+    if fields.answer_key is None and (form := form_of(values, "conversations", given)) is not None:
+        key, question = str(form.answer), question_of(where, values, form)
+        return conversation(where, question, values[key], key), used_by(form), form.said
+    advice = "name it with --input-key; or what is answered so, and its answer with --label-key"
+    key, value = find_field(raw, values, given, OWN["conversations"], "the conversation", advice)
+    if fields.answer_key is None:
+        return read_messages(f"{where}: {key!r}", value), {key}, ""
+    question = text_or_messages(f"{where}: {key!r}", value)
+    answer_key, answer = find_field(raw, values, fields.answer_key, (), "the answer", "name it with --label-key")
+    said = f"{key} is given, {answer_key} is trained on"
+    return conversation(where, question, answer, answer_key), {key, answer_key}, said
+
+
+def _also(said: str, key: str) -> str:
+    return "; ".join([*filter(None, [said]), f"{key} is the system's message"])
 
 
 def _left_out(path: str, total: int, what: str, kept: int, cut: int, why: str) -> tuple[str, ...]:
@@ -176,6 +202,13 @@ class PreferenceFields(Fields):
     rejected_key: str | None = None
     margin_key: str = "margin"
 
+    @classmethod
+    def of(cls, config: RolloutConfig) -> PreferenceFields:
+        """The fields that the flags name."""
+        data = config.data
+        names = {"tool_key": data.tool_key, "metadata_key": data.metadata_key}
+        return cls(prompt_key=data.input_key, chosen_key=data.chosen_key, rejected_key=data.rejected_key, **names)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceRow(Row):
@@ -191,7 +224,7 @@ def read_preferences(
     path: str, fields: PreferenceFields | None = None, *, on_bad_data: str = "error"
 ) -> list[PreferenceRow]:
     """Read and check a file of pairs, as `check_prompt_file` does one of prompts."""
-    return read_rows(path, functools.partial(_preference_row, fields=fields or PreferenceFields()), on_bad_data)
+    return read_rows(path, functools.partial(preference_row, fields=fields or PreferenceFields()), on_bad_data)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,33 +367,54 @@ def encode_pair(
     raw: RawRow, encoder: PreferenceEncoder, *, fields: PreferenceFields | None = None, max_length: int | None = None
 ) -> tuple[PreferenceRow, EncodedChat, EncodedChat]:
     """A row of a file of pairs and its two sides, as :meth:`PreferenceDataset.load` has them; `DataError` if bad."""
-    row = _preference_row(raw, fields or PreferenceFields())
+    row = preference_row(raw, fields or PreferenceFields())
     return row, *encoder.encode(row, max_length=max_length)
 
 
-def _preference_row(raw: RawRow, fields: PreferenceFields) -> PreferenceRow:
+def preference_row(raw: RawRow, fields: PreferenceFields) -> PreferenceRow:
+    """Check a row of a file of pairs; says where and why it cannot be used."""
     where, values = raw.where, row_values(raw)
 
-    def found(given: str | None, usual: tuple[str, ...], what: str) -> tuple[str, Prompt]:
-        key = field_name(where, values, given, usual, what, "name the field")
-        value = values[key]  # some data sets write a response as one message
+    def found(given: str | None, usual: tuple[str, ...], what: str, flag: str) -> tuple[str, Prompt]:
+        key, value = find_field(raw, values, given, usual, what, f"name it with {flag}")
+        # Some data sets write a response as one message.
         return key, text_or_messages(f"{where}: {key!r}", [value] if isinstance(value, dict) else value)
 
-    chosen_key, chosen = found(fields.chosen_key, _CHOSEN_KEYS, "the chosen response")
-    rejected_key, rejected = found(fields.rejected_key, _REJECTED_KEYS, "the rejected response")
+    chosen_key, chosen = found(fields.chosen_key, _CHOSEN_KEYS, "the chosen response", "--chosen-key")
+    rejected_key, rejected = found(fields.rejected_key, _REJECTED_KEYS, "the rejected response", "--rejected-key")
     if chosen == rejected:
         raise DataError(f"{where}: {chosen_key!r} and {rejected_key!r} are the same, so nothing is preferred")
-    prompt_key, prompt = None, None
-    if fields.prompt_key or isinstance(chosen, str) or any(values.get(key) is not None for key in _PROMPT_KEYS):
-        prompt_key, prompt = found(fields.prompt_key, _PROMPT_KEYS, "the prompt")
+    used: set[str | None] = {chosen_key, rejected_key, fields.margin_key}
+    prompt, said = None, ""
+    if fields.prompt_key is None and (form := form_of(values, "pairs")) is not None:
+        prompt, said, used = question_of(where, values, form), form.said, used | used_by(form)
+    elif fields.prompt_key or any(values.get(key) is not None for key in _PROMPT_KEYS):
+        prompt_key, prompt = found(fields.prompt_key, _PROMPT_KEYS, "the prompt", "--input-key")
+        used.add(prompt_key)
+    elif isinstance(chosen, str) and isinstance(rejected, str):
+        if not (shared := _shared_words(chosen, rejected)):
+            found(None, _PROMPT_KEYS, "the prompt", "--input-key")
+        prompt, said = shared, "the prompt is what chosen and rejected begin with"
+        chosen, rejected = chosen[len(shared) :], rejected[len(shared) :]
     prompt, chosen, rejected = _split(where, prompt, chosen, rejected)
+    if (key := system_key(values)) is not None and prompt[0] != (first := with_system(values, as_messages(prompt)))[0]:
+        prompt, said = first, _also(said, key)
+        chosen, rejected = as_messages(chosen, "assistant"), as_messages(rejected, "assistant")
+        used.add(key)
     return PreferenceRow(
         prompt=prompt,
         chosen=chosen,
         rejected=rejected,
         margin=_margin(f"{where}: {fields.margin_key!r}", values.get(fields.margin_key)),
-        **common_values(where, values, fields, {prompt_key, chosen_key, rejected_key, fields.margin_key}),
+        said=said,
+        **common_values(where, values, fields, used),
     )
+
+
+def _shared_words(chosen: str, rejected: str) -> str:
+    """What two texts begin with, up to the space or behind the line break before their first words that differ."""
+    shared = chosen[: shared_length(chosen[:-1], rejected[:-1])]
+    return shared[: max(shared.rfind(" "), shared.rfind("\n") + 1, 0)]
 
 
 def _split(where: str, prompt: Prompt | None, chosen: Prompt, rejected: Prompt) -> tuple[Prompt, Prompt, Prompt]:

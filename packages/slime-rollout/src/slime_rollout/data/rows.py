@@ -3,9 +3,9 @@
     {"prompt": "57 + 26 =", "label": "83", "metadata": {"source": "sums"}}
     {"prompt": [{"role": "user", "content": "57 + 26?"}], "label": 83}
 
-Messages are ``{"role": …, "content": …}``; ShareGPT's ``{"from": "human", "value": …}`` is read as the same. Fields
-that are neither prompt, label, tools nor metadata are added to the metadata. All prompt files are
-checked before a run: without a tokenizer, in a second for usual files.
+A field inside an object is named by both names, such as ``reward_model.ground_truth``. Fields that are neither prompt,
+label, tools nor metadata are added to the metadata. All prompt files are checked before a run: without a tokenizer, in
+a second for usual files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import functools
 import logging
 import math
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
@@ -24,30 +24,26 @@ from typing import Any, TypeVar
 import orjson
 
 from slime_core.errors import DataError
-from slime_core.types import Message, Prompt
+from slime_core.types import Prompt
 from slime_rollout.config import DataConfig, RolloutConfig
 from slime_rollout.data.files import PromptFile, RawRow
+from slime_rollout.data.forms import form_of, question_of, used_by
+from slime_rollout.data.messages import kind, text_or_messages
 from slime_rollout.eval_sets import read_eval_sets
 from slime_rollout.rewards.rules import check_scoring
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-TURN_MASK_KEY = "step_loss_mask"
-"""Field of an assistant message that is 0 where its turn is not to be trained on. Templates do not see it."""
-
 _INPUT_KEYS, _LABEL_KEY = ("prompt", "input"), "label"
 # Integers beyond 64 bits are read as floats, and from here on several integers are the same float.
 _INEXACT = 2.0**53
-_FIRST_ROWS = 100  # of a stream, that are checked before a run
+FIRST_ROWS = 100
+"""Rows of a stream that are checked before a run."""
 _SHOWN = 3  # bad rows that are named in a message
-_SHAREGPT_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
-}
+# Where other projects keep the answer: what a message advises.
+_ANSWERS = ("ground_truth", "answer", "solution", "output", "completion", "response", "target")
+_DEEPEST = 3  # names in a dotted one that a message advises
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +56,15 @@ class Fields:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What any row has: its place for messages, tools for the chat template, and further values."""
+    """What any row has: its place for messages, tools for the chat template, and further values.
+
+    ``said`` is how a row that another project wrote is read; nothing for one of ours.
+    """
 
     where: str
     tools: list[dict[str, Any]] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    said: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,20 +78,23 @@ class PromptRow(Row):
 def check_row(raw: RawRow, config: RolloutConfig) -> PromptRow:
     """Check a row's format and that ``config`` can use it; says where and why not."""
     where, values, fields = raw.where, row_values(raw), config.data
-    input_key = field_name(where, values, fields.input_key, _INPUT_KEYS, "the prompt", "name it with --input-key")
+    form = None if fields.input_key else form_of(values, "prompts")
+    if form is not None:
+        used, prompt = used_by(form), question_of(where, values, form)
+    else:
+        advice = "name it with --input-key"
+        input_key, value = find_field(raw, values, fields.input_key, _INPUT_KEYS, "the prompt", advice)
+        used, prompt = {input_key}, text_or_messages(f"{where}: {input_key!r}", _as_text(value))
     label_key = fields.label_key or _LABEL_KEY
-    if fields.label_key is not None and values.get(label_key) is None:
-        raise DataError(f"{where}: no field {label_key!r}, which --label-key names; the row has {sorted(values)}")
-    common = common_values(where, values, fields, {input_key, label_key})
+    label = _label(f"{where}: {label_key!r}", _label_value(raw, values, fields.label_key), fields.label_key)
+    common = common_values(where, values, fields, used | {label_key})
     if common["tools"] is not None:
         common["metadata"]["tools"] = common["tools"]
-    prompt = text_or_messages(f"{where}: {input_key!r}", _as_text(values[input_key]))
-    label = _label(f"{where}: {label_key!r}", values.get(label_key), given=fields.label_key is not None)
     if not isinstance(prompt, str) and not config.takes_messages:
         raise DataError(f"{where}: the prompt is chat messages; add --apply-chat-template, or write it as text")
     if problem := check_scoring(config, common["metadata"], label):
-        raise DataError(f"{where}: {problem}")
-    return PromptRow(prompt=prompt, label=label, **common)
+        raise DataError(f"{where}: {problem}{'' if label is not None else _label_hint(raw, values, label_key)}")
+    return PromptRow(prompt=prompt, label=label, said="" if form is None else form.said, **common)
 
 
 def check_prompt_data(config: RolloutConfig) -> dict[str, int]:
@@ -124,7 +127,7 @@ def check_prompt_file(path: str, config: RolloutConfig) -> list[PromptRow]:
 def _check_stream(path: str, config: RolloutConfig) -> None:
     first_error = None
     seen = good = 0
-    for _, raw in islice(PromptFile(path, streamed=True).rows(), _FIRST_ROWS):
+    for _, raw in islice(PromptFile(path, streamed=True).rows(), FIRST_ROWS):
         seen += 1
         try:
             check_row(raw, config)
@@ -182,23 +185,68 @@ def row_values(raw: RawRow) -> dict[str, Any]:
         values = orjson.loads(raw.value)
     except orjson.JSONDecodeError as error:
         raise DataError(
-            f"{raw.where}: invalid JSON: {error.msg} (column {error.colno}); write one object per line"
+            f"{raw.where}: invalid JSON: {error.msg} (column {error.colno}); "
+            "write one object per line, or one array of them"
         ) from None
     if not isinstance(values, dict):
         raise DataError(f"{raw.where}: a row must be a JSON object, got {kind(values)}")
     return values
 
 
-def field_name(
-    where: str, values: dict[str, Any], given: str | None, usual: tuple[str, ...], what: str, advice: str
-) -> str:
-    """Which field of a row holds ``what``: the given one, or the first of the usual ones that is there and not null."""
+class _Absent:
+    """What a row has in place of a field that it has not."""
+
+
+ABSENT = _Absent()
+
+
+def value_at(values: dict[str, Any], name: str) -> Any:
+    """The value of a field; of one inside an object by its dotted name, unless a field has that very name."""
+    if name in values:
+        return values[name]
+    places = [place for place, letter in enumerate(name) if letter == "."]
+    for place in reversed(places):
+        inner = values.get(name[:place])
+        if isinstance(inner, dict) and (value := value_at(inner, name[place + 1 :])) is not ABSENT:
+            return value
+    return ABSENT
+
+
+def is_null(raw: RawRow, values: dict[str, Any], name: str) -> bool:
+    """Whether a row has a field and no value in it; `row_values` leaves out what is null in a table."""
+    value = value_at(raw.value if isinstance(raw.value, dict) else values, name)
+    return value is not ABSENT and _is_null(value)
+
+
+def find_field(
+    raw: RawRow, values: dict[str, Any], given: str | None, usual: tuple[str, ...], what: str, advice: str
+) -> tuple[str, Any]:
+    """The field of a row that holds ``what``, and its value: the given one, or the first usual one that is not null."""
     wanted = usual if given is None else (given,)
-    there = [name for name in wanted if name in values]
-    if there:  # columns cannot tell null from absent
-        return next((name for name in there if values[name] is not None), there[0])
+    found = {name: value for name in wanted if (value := value_at(values, name)) is not ABSENT}
+    for name, value in found.items():
+        if value is not None:
+            return name, value
+    if null := next((name for name in wanted if is_null(raw, values, name)), None):
+        return null, None
     names = " or ".join(map(repr, wanted))
-    raise DataError(f"{where}: no field {names} for {what}; the row has {sorted(values)}; {advice}")
+    hint = _nested_hint(values, wanted)
+    raise DataError(f"{raw.where}: no field {names} for {what}; the row has {sorted(values)}; {advice}{hint}")
+
+
+def _nested_hint(values: dict[str, Any], names: Iterable[str]) -> str:
+    """That a field of one of these names is inside an object."""
+    found = next((path for name in names for path in _paths(values) if path.endswith(f".{name}")), None)
+    return "" if found is None else f"; there is {found}"
+
+
+def _paths(values: dict[str, Any], depth: int = 1) -> Iterator[str]:
+    """Dotted names of the fields of a row that hold no objects."""
+    for name, value in values.items():
+        if isinstance(value, dict) and depth < _DEEPEST:
+            yield from (f"{name}.{inner}" for inner in _paths(value, depth + 1))
+        else:
+            yield name
 
 
 def common_values(
@@ -206,36 +254,13 @@ def common_values(
 ) -> dict[str, Any]:
     """The fields of `Row`. Values that are not ``used`` otherwise are added to the metadata."""
     known = used | {fields.tool_key, fields.metadata_key}
-    metadata = values.get(fields.metadata_key)
+    metadata, tools = (value_at(values, key) for key in (fields.metadata_key, fields.tool_key))
+    metadata = None if metadata is ABSENT else metadata
     if not isinstance(metadata, dict | None):
         raise DataError(f"{where}: {fields.metadata_key!r} must be an object, got {kind(metadata)}")
     others = {name: value for name, value in values.items() if name not in known}
-    tools = _tools(f"{where}: {fields.tool_key!r}", values.get(fields.tool_key))
+    tools = _tools(f"{where}: {fields.tool_key!r}", None if tools is ABSENT else tools)
     return {"where": where, "tools": tools, "metadata": others | (metadata or {})}
-
-
-def read_messages(where: str, value: Any) -> list[Message]:
-    """Check a list of messages, and write ShareGPT's as the others. Errors name the message."""
-    if not isinstance(value, list) or not value:
-        raise DataError(f"{where} must be a list of chat messages, got {kind(value)}")
-    return [_message(f"{where}, message {place}", message) for place, message in enumerate(value, 1)]
-
-
-def kind(value: Any) -> str:
-    """What JSON calls a value, for messages."""
-    if value in ("", []):
-        return f"an empty {'list' if isinstance(value, list) else 'string'}"
-    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
-
-
-def text_or_messages(where: str, value: Any) -> Prompt:
-    """Check a prompt or a response."""
-    if isinstance(value, str) and value:
-        return value
-    if isinstance(value, list) and value:
-        return read_messages(where, value)
-    raise DataError(f"{where} must be a string or a list of chat messages, got {kind(value)}")
 
 
 def _as_text(value: Any) -> Any:
@@ -243,7 +268,29 @@ def _as_text(value: Any) -> Any:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def _label(where: str, value: Any, *, given: bool) -> str | None:
+def _label_value(raw: RawRow, values: dict[str, Any], given: str | None) -> Any:
+    """The value of the label's field, which must be there and not null if it is ``given``."""
+    value = value_at(values, given or _LABEL_KEY)
+    if given is not None and (value is None or value is ABSENT):
+        if is_null(raw, values, given):
+            raise DataError(
+                f"{raw.where}: the label {given!r} is null; write one, or leave such rows out with --on-bad-data skip"
+            )
+        hint = _nested_hint(values, [given])
+        raise DataError(f"{raw.where}: no field {given!r}, which --label-key names; the row has {sorted(values)}{hint}")
+    return None if value is ABSENT else value
+
+
+def _label_hint(raw: RawRow, values: dict[str, Any], label_key: str) -> str:
+    """What a row without a label has in its place."""
+    if is_null(raw, values, label_key):
+        return f"; its {label_key!r} is null"
+    names = list(_paths(values))
+    found = next((path for name in _ANSWERS for path in names if path.rpartition(".")[2] == name), None)
+    return "" if found is None else f", such as --label-key {found}"
+
+
+def _label(where: str, value: Any, given: str | None) -> str | None:
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, float) and abs(value) >= _INEXACT:
@@ -251,6 +298,8 @@ def _label(where: str, value: Any, *, given: bool) -> str | None:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     advice = "; leave --label-key out, and it is in the sample's metadata" if given else ""
+    if given and isinstance(value, dict) and (inner := next(_paths({given: value}), given)) != given:
+        advice += f"; or name a field of it, such as {inner}"
     raise DataError(f"{where} must be a string or a number, got {kind(value)}{advice}")
 
 
@@ -264,34 +313,6 @@ def _tools(where: str, value: Any) -> list[dict[str, Any]] | None:
     if value is not None and not (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
         raise DataError(f"{where} must be a list of objects that describe tools, got {kind(value)}")
     return value or None
-
-
-def _message(where: str, value: Any) -> Message:
-    if not isinstance(value, dict):
-        raise DataError(f'{where} must be an object such as {{"role": "user", "content": "…"}}, got {kind(value)}')
-    message = dict(value)
-    if "role" not in message and "from" in message:
-        role, content = message.pop("from"), message.pop("value", None)
-        message |= {"role": _SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role, "content": content}
-    # Templates ask whether the content is none; columns cannot tell null from absent.
-    message.setdefault("content", None)
-    if not (isinstance(message.get("role"), str) and message["role"]):
-        raise DataError(f"{where} needs a 'role' (a string such as 'user'); it has {sorted(value)}")
-    calls = message.get("tool_calls")
-    if calls is not None and not (isinstance(calls, list) and all(_is_call(call) for call in calls)):
-        raise DataError(f"{where}: 'tool_calls' must be a list of objects with a 'function' that has a 'name'")
-    if not (isinstance(message["content"], str) or (calls and message["content"] is None)):
-        raise DataError(f"{where} needs 'content' as a string, got {kind(message['content'])}")
-    if not isinstance(message.get("reasoning_content"), str | None):
-        raise DataError(f"{where}: 'reasoning_content' must be a string, got {kind(message['reasoning_content'])}")
-    if message.get(TURN_MASK_KEY, 1) not in (0, 1):
-        raise DataError(f"{where}: {TURN_MASK_KEY!r} must be 0 or 1, got {message[TURN_MASK_KEY]!r}")
-    return message
-
-
-def _is_call(value: Any) -> bool:
-    function = value.get("function", value) if isinstance(value, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def _plain_row(where: str, row: dict[str, Any]) -> dict[str, Any]:

@@ -24,15 +24,15 @@ class TrlReward:
     """A function of TRL's form, called with samples.
 
     Prompts that are chat messages give completions of one message each, as in TRL; text gives text. Columns are the
-    values in the rows' metadata, and ``label``, also under the name of ``--label-key``. A function without ``**kwargs``
-    gets those that it names.
+    values in the rows' metadata, and ``label``, also under the name of ``--label-key``, the last of a dotted one. A
+    function without ``**kwargs`` gets those that it names.
 
     Raises:
         ConfigError: It has a required argument that cannot be given by name.
     """
 
     def __init__(self, function: Callable[..., Any], name: str, *, label_key: str | None = None) -> None:
-        self._function, self._labels = function, ("label", label_key or "label")
+        self._function, self._labels = function, ("label", (label_key or "label").rpartition(".")[2])
         parameters = inspect.signature(function).parameters.values()
         self._takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
         self._names = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
