@@ -112,6 +112,26 @@ def test_rows_are_as_long_as_the_longest_unless_the_command_says_more(planned, w
     assert planned(*words, "--rollout-max-context-len", "50")[1]["sizes"]["response_tokens"] == 50
 
 
+def test_how_rows_are_read_and_what_the_template_leaves_out_of_them(planned, workspace):
+    """The template of these tests writes no calls; a call that is to be trained on is refused unless asked for."""
+    words = ["--loss-type", "sft_loss", "--device-memory-gib", "400"]
+    alpaca = {"instruction": "1 + 1 =", "input": "", "output": "2"}
+    (workspace / "train.jsonl").write_text(json.dumps([alpaca, alpaca], indent=2))
+    code, plan, problems = planned(*words)
+    assert (code, problems) == (0, [])
+    assert [line for line in plan["notices"] if "train.jsonl: read as Alpaca's: " in line]
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    messages = [CONVERSATION[0], {**CONVERSATION[1], "tool_calls": [call]}]
+    (workspace / "train.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    code, plan, problems = planned(*words)
+    assert code == 2
+    (problem,) = problems
+    assert "the chat template leaves out what is to be trained on, of 1 rows: tool calls (in 1), first " in problem
+    code, plan, problems = planned(*words, "--allow-left-out")
+    assert (code, problems) == (0, [])
+    assert any("the chat template leaves out, of 1 rows: tool calls (in 1)" in line for line in plan["notices"])
+
+
 def test_functions_of_the_algorithm_are_listed(planned, workspace):
     (workspace / "own.py").write_text("def advantage(inputs): pass\ndef weigh(**given): pass\n")
     words = ["--custom-advantage-function-path", f"{workspace}/own.py:advantage", "--use-tis"]

@@ -37,6 +37,7 @@ from slime_megatron.memory import check_memory, stages_memory
 from slime_megatron.overrides import role_config
 from slime_megatron.start import check_algorithm
 from slime_rollout.data import check_prompt_data
+from slime_rollout.data.notes import data_notes
 from slime_rollout.data_service import check_rows, count_rows
 from slime_rollout.engine.python import importable_in
 from slime_rollout.engine.router import check_router_port
@@ -57,6 +58,7 @@ class Checked:
         weights: The weights that the run begins with; ``None`` without trainers.
         overrides: Settings of roles that differ from the flags.
         topology: What ``--sglang-config`` holds.
+        data_notes: How the data is read, and what the chat template leaves out of it.
         packages: What is installed, and ``notes`` on Megatron's arguments, if they were found out ahead.
     """
 
@@ -67,6 +69,7 @@ class Checked:
     overrides: Overrides
     topology: Topology | None
     num_engines: int
+    data_notes: Sequence[str] = ()
     packages: dict[str, dict[str, str] | None] | None = None
     notes: Sequence[str] | None = None
 
@@ -97,6 +100,7 @@ def preflight(settings: Settings, known: Sequence[str] = ()) -> Checked:
         overrides=found.overrides or {},
         topology=topology_of(settings.engine, settings.cluster.rollout_gpus) if settings.generates else None,
         num_engines=num_engines(settings) if found.engines is None else found.engines.num_engines,
+        data_notes=found.data_notes,
     )
 
 
@@ -109,6 +113,7 @@ class Found:
         run: The run in ``--save``, if there is one, and the weights to begin with.
         engines: The engines of ``--sglang-config``.
         rows: Usable rows of each prompt file that is not streamed.
+        data_notes: How the data is read, and what the chat template leaves out of it.
     """
 
     settings: Settings
@@ -117,6 +122,7 @@ class Found:
     run: tuple[Manifest | None, StartWeights | None] | None
     engines: EnginePlan | None
     rows: dict[str, int] | None
+    data_notes: Sequence[str] = ()
 
 
 def look(settings: Settings, problems: Problems, *, elsewhere: bool = False, absent: Collection[str] = ()) -> Found:
@@ -164,7 +170,16 @@ def look(settings: Settings, problems: Problems, *, elsewhere: bool = False, abs
         rows = problems.attempt(check_rows, settings.rollout, settings.rows)
     elif run is not None:
         problems.attempt(check_recorded, settings, run[0])
-    return Found(settings=settings, shape=shape, overrides=overrides, run=run, engines=engines, rows=rows)
+    said = None if rows is None else problems.attempt(data_notes, settings.rollout, settings.rows or "prompts")
+    return Found(
+        settings=settings,
+        shape=shape,
+        overrides=overrides,
+        run=run,
+        engines=engines,
+        rows=rows,
+        data_notes=said or (),
+    )
 
 
 def count_rollouts(settings: Settings) -> Settings:

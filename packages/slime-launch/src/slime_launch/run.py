@@ -118,7 +118,8 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch,
         console.line(f"continuing the run in {where} after {state.iteration} rollouts")
     elif read_rows(output_dir):
         console.line(f"{output_dir} holds the metrics of an earlier run; this one replaces them")
-    for notice in (*notices(settings), *start_lines(checked), *cluster_notices(os.environ.get("RAY_ADDRESS"))):
+    cluster = cluster_notices(os.environ.get("RAY_ADDRESS"))
+    for notice in (*notices(settings), *checked.data_notes, *start_lines(checked), *cluster):
         console.line(notice)
     if settings.megatron.save is None and settings.trains and not settings.only_evaluates:
         console.line("no --save: this run writes no checkpoint and cannot be continued")

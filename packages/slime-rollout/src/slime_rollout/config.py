@@ -70,6 +70,12 @@ class DataConfig(Config):
         help="turns of a conversation that are trained on: all of the assistant's, found from any chat template "
         "(unset, qwen, qwen3, qwen3_5), or its last alone (distill_qwen)",
     )
+    allow_left_out: bool = flag(
+        False,
+        help="train on conversations or pairs though the chat template leaves out calls, thinking or words of the "
+        "turns that are trained on",
+        may_change=True,
+    )
     on_bad_data: str = flag(
         "error", choices=("error", "skip"), help="for invalid rows: stop, or count, log and skip them", may_change=True
     )

@@ -131,6 +131,7 @@ def make_plan(
             *(f"--{name.replace('_', '-')} is not known, and left out of this plan" for name in sorted(given.unread)),
             *(f"the weights of {name} are not downloaded yet" for name in absent.values()),
             *notices(settings),
+            *found.data_notes,
             *parts.notices,
             *((() if elsewhere else problems.attempt(room_notes, settings)) or ()),
             *layout_notes(layout, hands_over=settings.trainer_sleeps or settings.engines_sleep),

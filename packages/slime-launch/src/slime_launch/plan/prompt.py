@@ -9,12 +9,12 @@ import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from slime_core.errors import DataError
-from slime_rollout.config import DataConfig, RolloutConfig
-from slime_rollout.data import PromptEncoder, load_tokenizer
+from slime_rollout.config import RolloutConfig
+from slime_rollout.data import PromptEncoder
+from slime_rollout.data.chat import template_tokenizer
 from slime_rollout.data.files import PromptFile, RawRow
 from slime_rollout.data.rows import check_row
 from slime_rollout.data_service import DataSpec, encode_row
@@ -40,7 +40,8 @@ def first_prompt(config: RolloutConfig) -> FirstPrompt:
         DataError: The row cannot be used, or gives no token.
     """
     path = config.data.prompt_paths[0]
-    tokenizer = _tokenizer(config.data)
+    data = config.data
+    tokenizer = template_tokenizer(data.hf_checkpoint, trust_remote_code=data.trust_remote_code)
     encoder = PromptEncoder.of(config, tokenizer)
 
     def render(raw: RawRow) -> FirstPrompt:
@@ -81,7 +82,8 @@ def first_row(spec: DataSpec) -> FirstRow:
         DataError: The row cannot be used.
     """
     data = spec.rollout.data
-    tokenizer, path = _tokenizer(data), data.prompt_paths[0]
+    tokenizer = template_tokenizer(data.hf_checkpoint, trust_remote_code=data.trust_remote_code)
+    path = data.prompt_paths[0]
     encode = functools.partial(encode_row, spec=spec, tokenizer=tokenizer)
     titles = ("chosen", "rejected") if spec.rows == "pairs" else ("conversation",)
     samples = [
@@ -112,16 +114,3 @@ def _first_usable(path: str, make: Callable[[RawRow], T], on_bad_data: str, *, s
             if on_bad_data != "skip":
                 raise
     raise DataError(f"{path} has no row that can be used")
-
-
-def _tokenizer(data: DataConfig) -> Any:
-    """The tokenizer without `AutoTokenizer`, which imports torch for seconds, where there is a tokenizer.json."""
-    directory = data.hf_checkpoint
-    if (Path(directory) / "tokenizer.json").is_file():
-        from transformers import PreTrainedTokenizerFast
-
-        try:
-            return PreTrainedTokenizerFast.from_pretrained(directory)
-        except Exception:  # whatever is wrong with it, the next line says so
-            pass
-    return load_tokenizer(directory, trust_remote_code=data.trust_remote_code)
