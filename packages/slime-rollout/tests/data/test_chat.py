@@ -208,6 +208,25 @@ def test_a_chat_goes_on(chat_tokenizers, family, follows):
     assert tokenizer.decode(turns.continuation(ASKED, messages, last_token=None)) == end + text
 
 
+@pytest.mark.parametrize("family", ["qwen3", "llama3", "glm4", "deepseek"])
+def test_consecutive_tool_results_and_thinking_leave_what_was_sampled_alone(chat_tokenizers, family):
+    """What stood before stays, each turn is written once, by the model, and only then the next one begins."""
+    tokenizer = chat_tokenizers[family]
+    turns, results = ChatTurns(tokenizer, HookArgs({})), [{"role": "tool", "content": text} for text in ("7", "8")]
+    tokens, mask = turns.prompt(ASKED, None), []
+    mask += [0] * len(tokens)
+    for said in ("<think>\nhm\n</think>\n\nI look.", "<think>\nso\n</think>\n\nI look again."):
+        sampled = tokenizer.encode(said, add_special_tokens=False)
+        new = turns.continuation(ASKED, results, last_token=sampled[-1])
+        text = tokenizer.decode(new)
+        assert text.index("7") < text.index("8")
+        begin = {"qwen3": "<|im_start|>assistant", "glm4": "<|assistant|>", "llama3": "assistant<|end_header_id|>"}
+        assert text.count(begin[family]) == 1 if family in begin else not text.count("<｜Assistant｜>")
+        tokens, mask = [*tokens, *sampled, *new], [*mask, *[1] * len(sampled), *[0] * len(new)]
+    kept = tokenizer.decode([token for token, one in zip(tokens, mask, strict=True) if one])
+    assert kept == "<think>\nhm\n</think>\n\nI look.<think>\nso\n</think>\n\nI look again."
+
+
 @pytest.mark.parametrize("family", ["llama3", "marked"])
 def test_with_a_template_that_leaves_past_turns_alone_it_is_the_rendering(chat_tokenizers, family):
     tokenizer = chat_tokenizers[family]

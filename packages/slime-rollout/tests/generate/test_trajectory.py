@@ -10,7 +10,7 @@ from slime_core.hooks import HookArgs
 from slime_core.types import Sample, Status
 from slime_rollout.engine.addresses import remember_key, router_args
 from slime_rollout.errors import GenerationError
-from slime_rollout.generate import Trajectory, sampling_seed
+from slime_rollout.generate import Trajectory, sampling_seed, trajectory
 
 LOOP = """
 from slime_rollout import Trajectory
@@ -166,6 +166,25 @@ def test_messages_are_written_as_the_template_does(generate, custom, say, chat, 
     assert text == f"6 * 7 =<|end|>{tool}no end =<|end|>{tool}say 42<|end|>"
     ended = [token for token, mask in zip(sample.response_tokens, sample.loss_mask, strict=True) if mask]
     assert tokenizer.decode(ended) == "6 * 7 =<|end|>no end =say 42<|end|>"
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_results_of_several_tools_are_given_in_one_call(generate, custom, say, chat, tokenizer, caplog, together):
+    """Else the template writes a turn that the model did not have, which is said."""
+    trajectory._say_empty_turn.cache_clear()
+    results = [f"{{'role': 'tool', 'content': '{text}'}}" for text in ("4", "2")]
+    shown = [f"[{', '.join(results)}]"] if together else [f"[{result}]" for result in results]
+    calls = "\n        ".join(f"trajectory.observe_messages({messages})" for messages in shown)
+    say("6 * 7 =<|end|>", "say 42<|end|>")
+    ((sample,),) = generate(custom(LOOP.replace('trajectory.observe("<42>")', calls)), chat())
+    text = tokenizer.decode(sample.response_tokens)
+    turn = "<|start|>assistant:"
+    between = "" if together else f"{turn}<|end|>"
+    tools = f"<|start|>tool:4<|end|>{between}<|start|>tool:2<|end|>{turn}"
+    assert text == f"6 * 7 =<|end|>{tools}say 42<|end|>"
+    sampled = [token for token, mask in zip(sample.response_tokens, sample.loss_mask, strict=True) if mask]
+    assert tokenizer.decode(sampled) == "6 * 7 =<|end|>say 42<|end|>"
+    assert ("give all of them in one call" in caplog.text) == (not together)
 
 
 def test_a_template_that_hides_the_model_is_refused(generate, custom, say, chat, tokenizer):

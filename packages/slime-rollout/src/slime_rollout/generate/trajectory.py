@@ -8,7 +8,9 @@ for other systems find a `post` and the tokenizer here.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +26,8 @@ from slime_rollout.generate.context import DISTRIBUTION, GenerationContext
 from slime_rollout.generate.custom import HookCall, current
 from slime_rollout.generate.turn_log import as_json
 from slime_rollout.http import HttpError, excerpt, exchange, make_session
+
+logger = logging.getLogger(__name__)
 
 TURNS_KEY = "turns"
 """Entry of a sample's metadata: how many turns the model has had."""
@@ -62,6 +66,7 @@ class Trajectory:
         self._context = context
         self._max_turns = getattr(context.args, "max_turns", None) if max_turns is None else max_turns
         self._no_more = False
+        self._answered = False  # whether messages came since the model's turn
         self._goes_on = sample.status is Status.ABORTED
         self.messages = copy.deepcopy(as_messages(sample.prompt))
         if sample.status is not Status.ABORTED:
@@ -121,6 +126,7 @@ class Trajectory:
             GenerationError: See :meth:`EngineClient.generate`; or ``changes`` need evaluation.
         """
         sample = self.sample
+        self._answered = False
         self._check_distribution(changes)
         if self.done:
             if sample.status is not Status.ABORTED:
@@ -170,11 +176,16 @@ class Trajectory:
         """:meth:`observe` chat messages, such as ``{"role": "tool", "content": "42"}``, as the template writes them.
 
         It writes the end of the model's turn, if the model did not, the messages, and the beginning of the next turn.
+        Give all messages between two turns at once, such as the results of several tools: those of a second call stand
+        behind a turn of the model without a word, which is logged.
 
         Raises:
             DataError: The template is missing, refuses the messages, or leaves out what the model writes.
         """
         sample = self.sample
+        if self._answered:
+            _say_empty_turn()
+        self._answered = True
         chat = ChatTurns(self._tokenizer(), self._context.args)
         last_token = sample.tokens[-1] if sample.response_length else None
         tokens = chat.continuation(self.messages, messages, last_token=last_token, tools=sample.metadata.get("tools"))
@@ -211,6 +222,15 @@ class Trajectory:
         if self._context.tokenizer is None:
             raise GenerationError("a trajectory needs the model's tokenizer, and this context has none")
         return self._context.tokenizer
+
+
+@functools.cache
+def _say_empty_turn() -> None:
+    """Once in a process."""
+    logger.warning(
+        "observe_messages was called again before the model's next turn, so the template writes a turn without a word "
+        "between the messages; give all of them in one call"
+    )
 
 
 async def generate_single(conversation: Prompt, *, sample: Sample | None = None, **changes: Any) -> str:
