@@ -11,9 +11,13 @@ from typing import Any
 from slime_core.errors import ConfigError
 from slime_core.flags import Config, flag
 
-COMPARING_RULES = ("exact", "first_integer", "math", "deepscaler", "dapo", "f1", "gpqa")
+COMPARING_RULES = ("exact", "first_integer", "math", "deepscaler", "dapo", "f1", "gpqa", "gsm8k", "em")
 REMOTE_RULES = ("remote_rm", "boxed_remote_rm")
 RULES = (*COMPARING_RULES, *(f"boxed_{name}" for name in COMPARING_RULES), *REMOTE_RULES, "random")
+OTHER_RULES = (
+    "what others build in is a function of yours, --custom-rm-path: for ifbench one that calls IFBench's own checks, "
+    "for geo3k math and a score of the format"
+)
 DEFAULT_RULE = "exact"
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 BUILT_IN_ROLLOUTS = ("slime.rollout.sglang_rollout.generate_rollout", SFT_ROLLOUT)
@@ -302,6 +306,7 @@ class RewardConfig(Config):
     rm_type: str | None = flag(
         None,
         choices=RULES,
+        advice=OTHER_RULES,
         help="rule that scores a response, unless its row names another as `rm_type` in its metadata; without "
         f"--custom-rm-path and --opd-type `{DEFAULT_RULE}`",
     )

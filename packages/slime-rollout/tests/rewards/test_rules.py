@@ -6,18 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_rollout import config
+from slime_rollout.rewards.answers import after_hashes, after_thought, answer_line, answer_tag, last_boxed
+from slime_rollout.rewards.choices import index_metadata, multiple_choice
+from slime_rollout.rewards.maths import math_equal, read_number, same_number
 from slime_rollout.rewards.rules import (
-    after_thought,
-    answer_line,
     check_label,
+    check_scoring,
     exact,
     find_rule,
     first_integer,
-    last_boxed,
-    multiple_choice,
     parse_integer,
-    read_number,
-    same_number,
     token_f1,
 )
 
@@ -37,7 +35,18 @@ from slime_rollout.rewards.rules import (
         (r"\boxed{5", None),
         (r"\boxed{1} then \boxed{2", None),
         (r"\boxedx{5}", None),
-        (r"\boxed 5", None),
+        (r"\boxed 5", "5"),
+        (r"so $\boxed5$, not 6", "5"),
+        (r"\boxed 42.", "42"),
+        (r"\boxed -1,234.5, done", "-1,234.5"),
+        (r"\boxed 3/4", "3/4"),
+        (r"\boxed\frac12", r"\frac12"),
+        (r"\boxed \frac{1}{2} and {3}", r"\frac{1}{2}"),
+        (r"\boxed x", "x"),
+        (r"\boxed x and {y}", "x"),
+        (r"put it in \boxed and be done", None),
+        (r"\boxed", None),
+        (r"\boxed $", None),
         ("5", None),
         ("\\boxed{5\\", None),
         ("", None),
@@ -54,7 +63,14 @@ def test_a_million_open_braces_take_no_time():
 
 @pytest.mark.parametrize(
     ("text", "answer"),
-    [("a</think>b", "b"), ("a</think>b</think>c", "c"), ("a###Response b", " b"), ("a", None), ("<think>a", None)],
+    [
+        ("a###Response b###Response c", " b"),
+        ("a</think>b", "b"),
+        ("a</think>b</think>c", "c"),
+        ("a###Response b", " b"),
+        ("a", None),
+        ("<think>a", None),
+    ],
 )
 def test_after_thought(text, answer):
     assert after_thought(text) == answer
@@ -167,6 +183,24 @@ def test_f1(response, label, score):
         ("**42**", "42"),
         (".5", "0.5"),
         ("−3", "-3"),
+        ("- 3", "-3"),
+        (r"\text{42}", "42"),
+        (r"\text{42 cm}", "42"),
+        (r"42\text{ cm}^2", "42"),
+        (r"42\mathrm{cm}^{3}", "42"),
+        (r"\textbf{-7}", "-7"),
+        ("1{,}234", "1234"),
+        ("1 234 567", "1234567"),
+        ("42,", "42"),
+        ('"42"', "42"),
+        ("a 42", "42"),
+        ("42<|im_end|>", "42"),
+        ("it is $42$ or so", "42"),
+        ("$41$ or $42$", "41"),
+        ("4 2", None),
+        ("12,34", None),
+        (r"\text{forty}", None),
+        ("an", None),
         ("1,23", None),
         ("41 or 42", None),
         ("forty", None),
@@ -188,6 +222,38 @@ def test_answer_line():
     assert answer_line("Answer: 1\nso\nanswer : 42\n") == "42"
     assert answer_line("Answer: 42" + " " * 300) is None
     assert answer_line("42") is None
+    assert answer_line("Answer:\n\n 42\nso") == "42"
+    assert answer_line("Answer: 42\nAnswer:\n") == "42"
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("6 * 7 = 42\n#### 42", "42"),
+        ("#### 1\n#### 2 \n", "2"),
+        ("####42", "42"),
+        ("### 42", None),
+        ("42", None),
+        ("####", None),
+    ],
+)
+def test_after_hashes(text, answer):
+    assert after_hashes(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<answer> Paris </answer>", "Paris"),
+        ("<answer>a</answer><answer>b\nc</answer> d", "b\nc"),
+        ("<answer>a</answer> or <answer>b", "a"),
+        ("</answer>", None),
+        ("<answer>a", None),
+        ("a", None),
+    ],
+)
+def test_answer_tag(text, answer):
+    assert answer_tag(text) == answer
 
 
 @pytest.mark.parametrize(
@@ -268,9 +334,57 @@ def test_a_letter_that_is_left_out_keeps_its_place():
     assert multiple_choice("Answer: C", "Paris", {"choices": {"A": "London", "C": "Paris"}}) == 1.0
 
 
-@pytest.mark.parametrize("text", ["A" * 200_000, "A " * 100_000, "answer: " * 50_000, "answer" + " " * 200_000, "**A("])
+def test_a_number_as_a_label_is_an_index_even_where_choices_are_numbers():
+    choices = {"choices": ["1", "2", "3", "4"]}
+    assert index_metadata(1, choices) == {"correct_letter": "B"}
+    assert index_metadata(1.0, choices) == {"correct_letter": "B"}
+    assert index_metadata(1, {"valid_letters": ["J", "K"]}) == {"correct_letter": "K"}
+    for label, metadata in (("1", choices), (True, choices), (4, choices), (-1, choices), (1, {}), (None, choices)):
+        assert index_metadata(label, metadata) == {}
+    assert index_metadata(1, choices | {"correct_letter": "C"}) == {}
+
+
+def test_a_label_beyond_the_choices_is_named():
+    config_of_run = config.RolloutConfig.of(
+        hf_checkpoint="none", prompt_data="p", rollout_batch_size=1, rm_type="boxed_gpqa"
+    )
+    for label, metadata in (("4", {"choices": ["a", "b"]}), ("7.0", {"choices": ["1", "2"]})):
+        problem = check_scoring(config_of_run, metadata, label)
+        assert f"the label {label} is neither an index from 0 to 1 nor the text of a choice" in problem
+    for label, metadata in (("1", {"choices": ["a", "b"]}), ("4", {"choices": ["4", "5"]}), ("4", {}), ("gold", {})):
+        assert check_scoring(config_of_run, metadata, label) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "label", "equal"),
+    [
+        (r"3\mathrm{i}", "3", False),
+        (r"2\mathrm{AB}", "2", False),
+        (r"x\text{ is even}", "x", False),
+        (r"11:30\text{ PM}", r"11:30\text{ AM}", False),
+        (r"16\text{ cm}", r"17\text{ cm}", False),
+        (r"5\text{ in}", "5", True),
+        ("(1,\n2)", "(1,2)", True),
+    ],
+)
+def test_text_after_a_quantity_is_a_unit_unless_it_says_more(answer, label, equal):
+    assert math_equal(answer, label) is equal
+
+
+LONG = [
+    *("A" * 200_000, "A " * 100_000, "answer: " * 50_000, "answer" + " " * 200_000, "**A(", "$" + "1" * 200_000),
+    *("\\text{" * 40_000, " " * 200_000 + "\\text", "####" * 50_000, "#### " + " " * 200_000, "<answer>" * 30_000),
+    *("\\boxed " + "1," * 100_000, "\\boxed\\a" + "{1}" * 60_000, "1 " * 100_000, "answer:" + "\n" * 200_000),
+]
+
+
+@pytest.mark.parametrize("text", LONG, ids=range(len(LONG)))
 def test_long_responses_take_linear_time(text):
     start = time.process_time()
+    last_boxed(text)
+    after_hashes(text)
+    answer_tag(text)
+    math_equal(text, text)
     multiple_choice(text, "A", {})
     token_f1(text, "a b c")
     answer_line(text)
@@ -312,6 +426,15 @@ def test_every_name_that_the_flag_offers_has_a_rule():
         ("boxed_gpqa", r"not A: \boxed{B}", "B", 1.0),
         ("boxed_exact", r"5 \boxed{x}", "x", 1.0),
         ("boxed_first_integer", r"5 \boxed{6}", "6", 1.0),
+        ("boxed_dapo", r"\boxed{Answer: 42}", "42", {"score": 1.0, "acc": 1.0}),
+        ("gsm8k", "6 * 7\n#### 42", "42", 1.0),
+        ("gsm8k", "#### $1,234", "so\n#### 1234", 1.0),
+        ("gsm8k", "#### 41", "42", 0.0),
+        ("gsm8k", "42", "42", 0.0),
+        ("em", "<answer>The Beatles!</answer>", "beatles", 1.0),
+        ("em", "<answer>The Beatles of Liverpool</answer>", "beatles", 0.0),
+        ("em", "the Beatles", "beatles", 0.0),
+        ("boxed_em", r"\boxed{Beatles}", "The Beatles", 1.0),
     ],
 )
 def test_rules(rule, response, label, reward):
@@ -329,3 +452,5 @@ def test_labels():
     assert "'4.5' has no integer first" in check_label("boxed_first_integer", "4.5")
     assert "'four' is not a number, which --rm-type dapo" in check_label("dapo", "four")
     assert "the label is empty" in check_label("math", " ")
+    assert check_label("gsm8k", "6 * 7 = 42\n#### 42") is None
+    assert "is not a number, which --rm-type gsm8k" in check_label("gsm8k", "6 * 7")

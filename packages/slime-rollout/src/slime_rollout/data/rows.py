@@ -30,6 +30,7 @@ from slime_rollout.data.files import PromptFile, RawRow
 from slime_rollout.data.forms import form_of, question_of, used_by
 from slime_rollout.data.messages import kind, text_or_messages
 from slime_rollout.eval_sets import read_eval_sets
+from slime_rollout.rewards.choices import index_metadata
 from slime_rollout.rewards.rules import check_scoring
 
 logger = logging.getLogger(__name__)
@@ -86,10 +87,12 @@ def check_row(raw: RawRow, config: RolloutConfig) -> PromptRow:
         input_key, value = find_field(raw, values, fields.input_key, _INPUT_KEYS, "the prompt", advice)
         used, prompt = {input_key}, text_or_messages(f"{where}: {input_key!r}", _as_text(value))
     label_key = fields.label_key or _LABEL_KEY
-    label = _label(f"{where}: {label_key!r}", _label_value(raw, values, fields.label_key), fields.label_key)
+    label_value = _label_value(raw, values, fields.label_key)
+    label = _label(f"{where}: {label_key!r}", label_value, fields.label_key)
     common = common_values(where, values, fields, used | {label_key})
     if common["tools"] is not None:
         common["metadata"]["tools"] = common["tools"]
+    common["metadata"] |= index_metadata(label_value, common["metadata"])
     if not isinstance(prompt, str) and not config.takes_messages:
         raise DataError(f"{where}: the prompt is chat messages; add --apply-chat-template, or write it as text")
     if problem := check_scoring(config, common["metadata"], label):

@@ -15,9 +15,10 @@ from slime_rollout.config import REMOTE_RULES, RolloutConfig
 from slime_rollout.errors import FailureLimit, RewardError, Tolerance, VerifierError
 from slime_rollout.eval_sets import EvalSet
 from slime_rollout.http import HttpError, Service
+from slime_rollout.rewards.answers import last_boxed
 from slime_rollout.rewards.custom import FLAG, BatchedReward, CustomReward
 from slime_rollout.rewards.pool import VerifierPool
-from slime_rollout.rewards.rules import BOXED, Rule, find_rule, last_boxed, read_reward, rule_of_row
+from slime_rollout.rewards.rules import BOXED, Rule, find_rule, read_reward, rule_of_row
 
 WITH_A_FUNCTION = FailureLimit(calls=64)  # twice the calls of a custom function that run, and may fail, at once
 WITH_BATCHES = FailureLimit(calls=8, samples=64)  # one call runs at a time, with up to 64 samples
