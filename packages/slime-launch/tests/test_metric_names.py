@@ -42,7 +42,7 @@ SCRIPT = Path(__file__).parents[3] / "scripts" / "metrics_page.py"
 OFF_POLICY = {"get_mismatch_metrics": True, "use_opsm": True, "opsm_delta": 0.1}
 ALGORITHMS = (
     {"use_kl_loss": True, "entropy_coef": 0.1, "use_opd": True, "eps_clip_c": 3.0, "use_tis": True, **OFF_POLICY},
-    {"use_tis": True, "tis_mode": "icepop", "tis_clip_low": 0.5, "tis_clip": 5.0},
+    {"use_tis": True, "tis_mode": "icepop", "tis_clip_low": 0.5, "tis_clip": 5.0, "kl_coef": 0.1},
     {"use_mis": True, "mis_rs_level": "token", "mis_veto_threshold": 1e-4},
 )
 AS_EVALUATED = ("loss", "accuracy", "chosen_reward", "rejected_reward", "reward_margin")

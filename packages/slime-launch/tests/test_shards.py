@@ -7,7 +7,15 @@ from slime_core.errors import DataError
 from slime_core.types import RolloutBatch, Sample
 from slime_launch.errors import RunError
 from slime_launch.flags import parse_train
-from slime_launch.shards import Recipe, check_scored, check_versions, examples, prepare_rollout, split_rollout
+from slime_launch.shards import (
+    Recipe,
+    check_scored,
+    check_versions,
+    examples,
+    prepare_rollout,
+    split_held_out,
+    split_rollout,
+)
 
 SHAPE = ModelShape(
     family="qwen3", num_layers=2, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, num_query_groups=2,
@@ -190,6 +198,20 @@ def test_a_run_whose_first_rollout_has_no_reward_ends(rollout_id, reasons, fine)
     expected = r"none of the 4 samples of the first rollout could be scored: TypeError: x; correct the reward"
     with contextlib.nullcontext() if fine else pytest.raises(RunError, match=expected):
         check_scored(RolloutBatch(rollout_id=rollout_id, groups=[samples]).columns())
+
+
+def test_a_held_out_set_needs_a_row_for_each_rank_and_no_more(batch, flags, to_words):
+    words = to_words(flags | {"--loss-type": "sft_loss", "--n-samples-per-prompt": "1"})
+    settings = parse_train([word for word in words if word != "--colocate"])
+
+    def shards(ranks):
+        recipe = Recipe(settings=settings, shape=SHAPE, data_parallel_size=ranks, store=None, can_resume=False)
+        return split_held_out(RolloutBatch(rollout_id=0, groups=[[sample] for sample in batch.samples[:4]]), recipe)
+
+    assert [sorted(sample.index for sample in shard.samples) for shard in shards(1)] == [[0, 1, 2, 3]]
+    assert [len(shard.samples) for shard in shards(4)] == [1] * 4
+    with pytest.raises(DataError, match="a held-out set has 4 rows for 5 data-parallel ranks"):
+        shards(5)
 
 
 def test_three_samples_are_for_people_to_read(batch, flags, to_words):

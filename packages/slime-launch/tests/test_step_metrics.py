@@ -22,7 +22,7 @@ BATCH = ReadyRollout(
 )
 REPORT = TrainReport(
     rollout_id=3,
-    steps=[{"loss": 1.0}, {"loss": 0.5, "grad_norm": 2.0, "kl_loss": 0.25}],
+    steps=[{"loss": 1.0, "kl": 0.25}, {"kl": 0.5, "loss": 0.5, "grad_norm": 2.0, "kl_loss": 0.25}],
     seconds={"forward_backward": 3.0},
     tokens={"forward_backward": 10, "optimizer": 0},
 )
@@ -50,6 +50,7 @@ def test_rows_have_the_documented_names():
     row = rollout_row(BATCH, REPORT, SYNC, SECONDS)
     assert row["rollout/raw_reward"] == 0.5
     assert row["rollout/response_len/mean"] == 2.0
+    assert row["rollout/kl"] == 0.375
     assert row["rollout/weight_version/min"] == 3.0
     assert row["perf/generate_time"] == 2.0
     assert row["perf/forward_backward_time"] == 3.0

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -152,6 +153,24 @@ def test_two_ranks(ranks, tiny_model, tiny_config, near_samples, make_shards, na
     reports = ranks.call("train", make_shards(samples, data_parallel=2, micro_batch_size=2, temperature=TEMPERATURE))
     same_step(reports[0].steps, expected, ("loss", "pg_loss", "grad_norm"))
     assert reports[1].steps == reports[0].steps
+
+
+def test_the_divergence_in_the_reward_is_reported(ranks, tiny_model, tiny_config, near_samples, make_shards):
+    """Of the log-probs from before the update, here the engine's: a mean over trajectories, by `--kl-loss-type`."""
+    model, samples = tiny_model("qwen3"), near_samples(groups=2)
+    algorithm = AlgorithmConfig(use_rollout_logprobs=True, kl_coef=0.1, kl_loss_type="k2")
+    total = trajectories = 0.0
+    for sample in samples:
+        with torch.no_grad():
+            ref = plain_log_probs(model.hf, sample, TEMPERATURE).double().numpy()
+        found = (np.asarray(sample.rollout_log_probs) - ref)[np.asarray(sample.loss_mask, bool)] ** 2 / 2
+        total += found.sum() / sample.trajectory_tokens
+        trajectories += len(found) / sample.trajectory_tokens
+    expected = total / trajectories
+    assert expected > 1e-4
+    ranks.start(2, tiny_config(load=model.checkpoint, share_prompts="off"), model.shape, algorithm)
+    reports = ranks.call("train", make_shards(samples, data_parallel=2, micro_batch_size=2, temperature=TEMPERATURE))
+    assert [report.steps[0]["kl"] for report in reports] == pytest.approx([expected] * 2, rel=1e-4)
 
 
 def test_metrics_of_the_ratio_and_the_drift(ranks, tiny_model, tiny_config, near_samples, make_shards):

@@ -124,10 +124,11 @@ def test_a_block_of_zeros_and_one_of_almost_nothing():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_refused(bad):
-    weight = torch.zeros(3, 5)
-    weight[2, 4] = bad
-    with pytest.raises(WeightError, match=r"a\.weight holds a NaN or an infinity"):
-        quantize_fp8(weight, (2, 2), name="a.weight")
+    for row, column in itertools.product(range(3), range(5)):
+        weight = torch.ones(3, 5)
+        weight[row, column] = bad
+        with pytest.raises(WeightError, match=r"a\.weight holds a NaN or an infinity"):
+            quantize_fp8(weight, (2, 2), name="a.weight")
 
 
 def test_the_way_back_is_one_product_rounded_once():
@@ -204,3 +205,25 @@ def test_products_that_are_not_finite_are_refused(code, scale):
         WeightError, match=r"w (holds a NaN;|times its scales holds .* what torch\.bfloat16 has no room for)"
     ):
         dequantize_fp8(q, torch.tensor([[scale]]), name="w")
+
+
+@pytest.mark.parametrize(("code", "scale"), [(127, 1.0), (255, 1.0), (126, 1e38), (254, 1e38)])
+def test_one_product_that_is_not_finite_is_refused_wherever_it_is(code, scale):
+    """In blocks that are read in several passes, among codes that are fine."""
+    for row, column in itertools.product(range(5), range(7)):
+        codes = torch.full((5, 7), 56, dtype=torch.uint8)
+        codes[row, column] = code
+        scales = torch.ones(3, 3)
+        scales[row // 2, column // 3] = scale
+        with pytest.raises(WeightError, match="NaN"):
+            dequantize_fp8(codes.view(torch.float8_e4m3fn), scales, (2, 3), name="w")
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_one_scale_that_is_not_finite_is_refused_wherever_it_is(bad):
+    codes = torch.full((5, 7), 56, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    for row, column in itertools.product(range(3), range(3)):
+        scales = torch.ones(3, 3)
+        scales[row, column] = bad
+        with pytest.raises(WeightError, match="w times its scales holds a NaN, an infinity"):
+            dequantize_fp8(codes, scales, (2, 3), name="w")

@@ -250,6 +250,33 @@ def test_batch_normalisation_of_weights_that_are_all_masked_leaves_them():
     assert factor.tolist() == [0.0] * 5
 
 
+def test_batch_normalisation_of_many_tokens_that_are_all_rejected_is_not_0_times_infinity():
+    """Weights that sum to more than 4, over a mean of 0, would be beyond float32."""
+    same = {"train_log_probs_T": torch.zeros(8), "rollout_log_probs_T": torch.full((8,), -5.0)}
+    config = MisConfig(mis_mode="mask", mis_batch_normalize=True)
+    shapes = {"mask_T": torch.ones(8), "weights_T": torch.ones(8), "lengths": [5, 3]}
+    sums = mis_weight_sums(config, **same, **shapes)
+    assert sums.tolist() == [0.0, 8.0]
+    factor, metrics = mis_weights(config, **same, **shapes, weight_sums=sums)
+    assert factor.tolist() == [0.0] * 8
+    assert metrics["mis_weight"].item() == 0.0
+
+
+@pytest.mark.parametrize("delta", [0.0, 0.5, 0.25])
+def test_opsm_keeps_sequences_that_drifted_by_delta_and_no_further(delta):
+    """With a delta of 0 and equal log-probs, which is on-policy, nothing is masked."""
+    shapes = {"mask_T": torch.ones(4), "weights_T": torch.full((4,), 0.25), "lengths": [2, 2]}
+    inputs = {"old_log_probs_T": torch.full((4,), -1.0), "advantages_T": torch.full((4,), -1.0), **shapes}
+    factor, metrics = opsm_mask(log_probs_T=torch.full((4,), -1.0 - delta), **inputs, delta=delta)
+    assert factor.tolist() == [1.0] * 4
+    assert metrics["opsm_clipfrac"].item() == 0.0
+    factor, metrics = opsm_mask(
+        log_probs_T=torch.tensor([-1.0 - delta, -1.25 - delta, -1.0, -1.0]), **inputs, delta=delta
+    )
+    assert factor.tolist() == [0.0, 0.0, 1.0, 1.0]
+    assert metrics["opsm_clipfrac"].item() == 0.5
+
+
 def test_the_denominator_stays_that_of_the_original_mask():
     """Of four tokens one is kept, at ratio 1: it counts a quarter, not as much as all four."""
     rollout = torch.tensor([-1.0, -9.0, -9.0, -9.0])

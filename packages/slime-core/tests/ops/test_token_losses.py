@@ -390,6 +390,23 @@ def test_equals_the_paper(rows, clip):
         assert expected_slope is None or slope == expected_slope
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_values_that_moved_beyond_the_clip_are_called_clipped(dtype):
+    """The reference is float64, where `old + (V - old)` is V: its rounding in float32 must not look like a clip."""
+    torch.manual_seed(0)
+    values, old = (torch.randn(2, 20_000) * 0.15).to(dtype)
+    returns = torch.randn(20_000)
+    wide = [tensor.double() for tensor in (values, old, returns)]
+    for clip in (0.2, 0.75, 0.0):
+        loss, clipped = value_loss(values, old, returns, clip)
+        expected = [value_by_the_paper(*row, clip) for row in zip(*(column.tolist() for column in wide), strict=True)]
+        moved = (wide[0] - wide[1]).abs()
+        certain = ((moved - clip).abs() > 1e-6) | (moved == 0)
+        assert torch.equal(clipped[certain], torch.tensor([was for _, _, was in expected])[certain])
+        assert not clipped[(moved <= clip) & certain].any()
+        assert loss.tolist() == pytest.approx([value for value, _, _ in expected], rel=1e-5, abs=1e-5)
+
+
 def test_gradcheck_of_the_value_loss():
     values = torch.tensor([0.3, 1.0, -2.0, 0.1], dtype=torch.float64, requires_grad=True)
     old, returns = torch.zeros(4, dtype=torch.float64), torch.tensor([1.0, 0.1, 1.0, 0.0], dtype=torch.float64)

@@ -6,6 +6,7 @@ import math
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from slime_core.types import EvalReport, SyncReport, TrainReport
@@ -18,11 +19,12 @@ ROUNDING = 5e-8  # less is what float32 leaves of 0
 DRIFT = "train/train_rollout_logprob_abs_diff"
 PASS_RATES = "passrate/"
 NOT_OF_SAMPLES = ("tokens_per_second",)  # reported as perf/
+OF_ROLLOUT = ("kl",)  # of a step's samples before the first step: reported as rollout/, the mean over the steps
 
 
 def train_rows(report: TrainReport) -> list[dict[str, float]]:
     """``train/*`` of each optimizer step."""
-    return [{f"train/{name}": value for name, value in step.items()} for step in report.steps]
+    return [{f"train/{name}": value for name, value in step.items() if name not in OF_ROLLOUT} for step in report.steps]
 
 
 def rollout_row(
@@ -37,6 +39,9 @@ def rollout_row(
         for name, value in batch.metrics.items()
         if name not in NOT_OF_SAMPLES
     }
+    for name in OF_ROLLOUT:
+        if found := [step[name] for step in report.steps if name in step]:
+            row[f"rollout/{name}"] = fmean(found)
     phases = {**batch.seconds, **report.seconds, **seconds}
     row |= {f"perf/{name}_time": value for name, value in phases.items()}
     row |= {f"perf/{name}_tokens": float(value) for name, value in report.tokens.items() if value}

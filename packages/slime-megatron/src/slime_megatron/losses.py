@@ -5,7 +5,7 @@ Notation: N trained tokens of a micro-batch, one sample after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from slime_core.ops import (
     Statistics,
     dpo_pair_loss,
     drift_statistics,
+    kl_penalty,
     policy_objective,
     policy_statistics,
     preference_objective,
@@ -130,13 +131,22 @@ def policy_loss(inputs: LossInputs) -> tuple[torch.Tensor, Statistics]:
         mis_sums=inputs.mis_sums,
         pg_weights_T=inputs.pg_weights_N,
     )
-    parts = [Statistics(sums=sums), _ratio_statistics(inputs), _drift(inputs, old_N)]
-    if inputs.algorithm.use_opd and inputs.teacher_log_probs_N is not None:
-        difference_N = old_N - inputs.teacher_log_probs_N
-        parts.append(
-            Statistics(sums={"opd_reverse_kl": weighted_sum(difference_N, inputs.weights_N, inputs.weights_N)})
-        )
-    return loss, Statistics.merged(parts)
+    before = Statistics(
+        sums={
+            name: weighted_sum(value_N, inputs.weights_N, inputs.weights_N)
+            for name, value_N in _from_before(inputs, old_N)
+        }
+    )
+    return loss, Statistics.merged([Statistics(sums=sums), _ratio_statistics(inputs), _drift(inputs, old_N), before])
+
+
+def _from_before(inputs: LossInputs, old_N: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the advantages hold of divergences from before the update (nats): from the teacher, from the reference."""
+    algorithm, teacher_N, ref_N = inputs.algorithm, inputs.teacher_log_probs_N, inputs.ref_log_probs_N
+    if algorithm.use_opd and teacher_N is not None:
+        yield "opd_reverse_kl", old_N - teacher_N
+    if algorithm.kl_coef and ref_N is not None:
+        yield "kl", kl_penalty(old_N, ref_N, algorithm.kl_loss_type or "k1", mask_T=inputs.weights_N)
 
 
 def sft_loss(inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:

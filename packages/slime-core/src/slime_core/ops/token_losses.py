@@ -275,6 +275,9 @@ def value_loss(
     unclipped_T = (values_T - returns_T).square()
     if value_clip is None:
         return unclipped_T, torch.zeros_like(unclipped_T, dtype=torch.bool)
-    near_T = old_T + (values_T - old_T).clamp(-value_clip, value_clip)
+    moved_T = values_T - old_T
+    # Not `old + (V − old)` where V is near: it is not quite V, and would look clipped.
+    far_T = old_T + moved_T.clamp(-value_clip, value_clip)
+    near_T = torch.where(moved_T.abs() > value_clip, far_T, values_T)
     clipped_T = (near_T - returns_T).square()
     return torch.maximum(unclipped_T, clipped_T), (clipped_T > unclipped_T).detach()

@@ -205,7 +205,8 @@ class TrainReport:
     """What training on one rollout gave.
 
     Attributes:
-        steps: Metrics of each optimizer step, equal on all ranks: ``loss``, ``grad_norm``, ``lr`` …
+        steps: Metrics of each optimizer step, equal on all ranks: ``loss``, ``grad_norm``, ``lr`` …; ``kl`` is of its
+            samples before the first step.
         seconds: Wall time per phase on this rank.
         tokens: Tokens computed per phase on this rank, without padding; a shared prompt counts once.
         performance: Tokens per second, operations per second and memory over all ranks, by metric name.
