@@ -67,7 +67,15 @@ def test_its_metrics_are_those_that_the_functions_give(page):
     table = page[page.index("## Metrics") : page.index("## Critic")]
     named = set(re.findall(r"`([a-z][a-z0-9_/@]*)`", table))
     given = _tensor_metrics() | _rollout_metrics()
-    assert named == given | {"ratio", "mismatch_ratio", "mismatch_seq_ratio", "loss", "opd_reverse_kl"}
+    assert named == given | {
+        "ratio",
+        "mismatch_ratio",
+        "mismatch_seq_ratio",
+        "loss",
+        "opd_reverse_kl",
+        "kl",
+        "rollout/kl",
+    }
 
 
 def _tensor_metrics():

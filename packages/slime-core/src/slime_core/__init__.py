@@ -50,7 +50,9 @@ def __getattr__(name: str) -> Any:
         return value
     if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
         return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+    from slime_core.former_names import former
+
+    return former(__name__, name)
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,9 @@
 """The losses in one call against each paper's formula, token by token in float64."""
 
+import inspect
 import math
+import pydoc
+import re
 
 import pytest
 import torch
@@ -358,3 +361,24 @@ def test_compiles_as_one_graph(estimator, backend):
     loss, expected = compiled(new), loss_of(new)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(torch.autograd.grad(loss, new)[0], torch.autograd.grad(expected, new)[0])
+
+
+POLICY_LOSSES = [ops.algorithm_loss, ops.grpo_loss, ops.dr_grpo_loss, ops.dapo_loss, ops.gspo_loss, ops.cispo_loss]
+
+
+@pytest.mark.parametrize("loss", [*POLICY_LOSSES, ops.ppo_loss], ids=lambda loss: loss.__name__)
+def test_help_names_every_argument_with_its_shape_and_so_does_an_unknown_one(loss):
+    shown = pydoc.render_doc(loss, renderer=pydoc.plaintext)
+    own = [name for name, one in inspect.signature(loss).parameters.items() if one.kind is not one.VAR_KEYWORD]
+    for name in ops.losses.Batch.__annotations__:
+        assert re.search(rf"^ +{name}: .+", shown, re.MULTILINE), name
+    assert all(shape in shown for shape in ("[B, L]", "[B]", "[T]"))
+    with pytest.raises(TypeError, match="unknown arguments beta; known: rewards") as refused:
+        loss(torch.zeros(1, 1), beta=0.1)
+    known = str(refused.value).partition("known: ")[2].split(", ")
+    assert set(known) == {*ops.losses.Batch.__annotations__, *own}
+
+
+def test_dpo_refuses_by_its_own_arguments():
+    with pytest.raises(TypeError, match=r"unknown arguments rewards; known: chosen_log_probs, .*, num_pairs$"):
+        ops.dpo_loss(torch.zeros(1), torch.zeros(1), rewards=[1.0])

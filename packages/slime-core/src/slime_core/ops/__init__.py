@@ -5,6 +5,8 @@ micro-batch, one after the other), N responses, V vocabulary columns of this ran
 response, P pairs.
 """
 
+from typing import Any
+
 from slime_core.ops.advantages import (
     AdvantageEstimator,
     AdvantageInputs,
@@ -109,3 +111,10 @@ __all__ = [
     "weight_statistics",
     "whiten",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """A former name, with a warning."""
+    from slime_core.former_names import former
+
+    return former(__name__, name)

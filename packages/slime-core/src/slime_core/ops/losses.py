@@ -10,6 +10,7 @@ same: rows [B, L] with padding where the mask is 0; a list of B tensors; or all 
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,25 @@ Tokens: TypeAlias = Tensor | Sequence[Tensor]
 """A number per token: [B, L], B tensors, or [T] with ``lengths``."""
 
 _Arguments = ParamSpec("_Arguments")
+_HELP = """\
+    Of a batch of B sequences, by keyword; numbers per token are all [B, L], all lists of B tensors, or all [T]:
+
+        log_probs: Log-probs (nats) of the sampled tokens under the policy being trained, per token.
+        mask: 1 where a token is trained on, else 0, per token; ``None`` if all count.
+        rewards: One number per sequence [B]; with ``group_ids``, unless ``advantages`` are given.
+        group_ids: The prompt that each sequence answers [B]. Groups must be here whole; they may differ in size.
+        advantages: In place of rewards: one per sequence [B], or one per token.
+        old_log_probs: Log-probs from before the update, per token; unset means on-policy, those of ``log_probs``.
+        ref_log_probs: Log-probs under the reference, per token, for the KL divergence.
+        rollout_log_probs: Log-probs that the engine gave, per token, for off-policy corrections.
+        teacher_log_probs: Log-probs under the teacher, per token, for on-policy distillation.
+        values: A critic's values from before its update, per token, for ppo.
+        entropy: Entropies (nats), per token, with gradient, for the entropy bonus.
+        estimator: A custom estimator in place of the configuration's.
+        lengths: Tokens of each sequence [B], for numbers per token in one row [T].
+        num_sequences: Sequences of the whole optimizer step, where this is one of its micro-batches.
+        num_tokens: Tokens of the whole step where the mask is 1, likewise. Then losses add up over micro-batches.
+"""
 
 
 class Loss(NamedTuple):
@@ -42,23 +62,7 @@ class Loss(NamedTuple):
 
 
 class Batch(TypedDict, total=False):
-    """What the losses of a policy take by keyword, besides their own settings.
-
-    Attributes:
-        rewards: One number per sequence [B]; with ``group_ids``, unless ``advantages`` are given.
-        group_ids: The prompt that each sequence answers [B]. Groups must be here whole; they may differ in size.
-        advantages: In place of rewards: one per sequence [B], or one per token.
-        old_log_probs: Log-probs from before the update; unset means on-policy, those of ``log_probs``.
-        ref_log_probs: Log-probs under the reference, for the KL divergence.
-        rollout_log_probs: Log-probs that the engine gave, for off-policy corrections.
-        teacher_log_probs: Log-probs under the teacher, for on-policy distillation.
-        values: A critic's values from before its update, for ppo.
-        entropy: Entropies (nats), with gradient, for the entropy bonus.
-        estimator: A custom estimator in place of the configuration's.
-        lengths: Tokens of each sequence, for numbers per token in one row [T].
-        num_sequences: Sequences of the whole optimizer step, where this is one of its micro-batches.
-        num_tokens: Tokens of the whole step where the mask is 1, likewise. Then losses add up over micro-batches.
-    """
+    """What the losses of a policy take by keyword, besides their own settings. Their help says what each is."""
 
     rewards: Sequence[float] | Tensor | None
     group_ids: Sequence[int] | Tensor | None
@@ -75,11 +79,21 @@ class Batch(TypedDict, total=False):
     num_tokens: int | None
 
 
-def _without_flags(function: Callable[_Arguments, Loss]) -> Callable[_Arguments, Loss]:
-    """Errors about a setting name it as in Python, ``eps_clip``, and not as on a command line that is not there."""
+def _described(function: Callable[_Arguments, Loss]) -> Callable[_Arguments, Loss]:
+    """Help that has every argument of a batch, and errors that name arguments and settings as they are in Python.
+
+    That is ``eps_clip``, and not a flag of a command line that is not there.
+    """
+    parameters = inspect.signature(function).parameters
+    own = [name for name, one in parameters.items() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    known = own if len(own) == len(parameters) else [*Batch.__annotations__, *own]
+    if known is not own:
+        function.__doc__ = f"{(function.__doc__ or '').rstrip()}\n\n{_HELP}"
 
     @functools.wraps(function)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Loss:
+        if unknown := [name for name in kwargs if name not in known]:
+            raise TypeError(f"unknown arguments {', '.join(unknown)}; known: {', '.join(known)}")
         try:
             return function(*args, **kwargs)
         except ConfigError as error:
@@ -89,7 +103,7 @@ def _without_flags(function: Callable[_Arguments, Loss]) -> Callable[_Arguments,
     return call
 
 
-@_without_flags
+@_described
 def algorithm_loss(
     config: AlgorithmConfig, log_probs: Tokens, mask: Tokens | None = None, **batch: Unpack[Batch]
 ) -> Loss:
@@ -101,7 +115,7 @@ def algorithm_loss(
         log_probs: Log-probs (nats) of the sampled tokens under the policy being trained.
         mask: 1 where a token is trained on, else 0, such as for padding; there the other inputs may be anything, NaN
             too. ``None`` if all count.
-        batch: See :class:`Batch`.
+        batch: As below.
 
     Returns:
         The loss, and the metrics of :func:`slime_core.ops.policy_objective`.
@@ -110,8 +124,6 @@ def algorithm_loss(
         ConfigError: The configuration needs an input that is missing.
         DataError: The shapes do not match, a reward is not finite, or no group has two sequences.
     """
-    if unknown := set(batch) - Batch.__annotations__.keys():
-        raise TypeError(f"unknown arguments {', '.join(sorted(unknown))}; known: {', '.join(Batch.__annotations__)}")
     rows = _Rows.of(log_probs, mask, batch)
     weights_T = rows.weights(config)
     mis_sums = None
@@ -140,7 +152,7 @@ def algorithm_loss(
     return Loss(loss, metrics)
 
 
-@_without_flags
+@_described
 def grpo_loss(
     log_probs: Tokens,
     mask: Tokens | None = None,
@@ -158,7 +170,7 @@ def grpo_loss(
     return algorithm_loss(config, log_probs, mask, **batch)
 
 
-@_without_flags
+@_described
 def dr_grpo_loss(
     log_probs: Tokens,
     mask: Tokens | None = None,
@@ -179,7 +191,7 @@ def dr_grpo_loss(
     return algorithm_loss(config, log_probs, mask, **batch)
 
 
-@_without_flags
+@_described
 def dapo_loss(
     log_probs: Tokens,
     mask: Tokens | None = None,
@@ -198,7 +210,7 @@ def dapo_loss(
     return algorithm_loss(config, log_probs, mask, **batch)
 
 
-@_without_flags
+@_described
 def gspo_loss(
     log_probs: Tokens,
     mask: Tokens | None = None,
@@ -213,7 +225,7 @@ def gspo_loss(
     return algorithm_loss(config, log_probs, mask, **batch)
 
 
-@_without_flags
+@_described
 def cispo_loss(
     log_probs: Tokens,
     mask: Tokens | None = None,
@@ -232,7 +244,7 @@ def cispo_loss(
     return algorithm_loss(config, log_probs, mask, **batch)
 
 
-@_without_flags
+@_described
 def ppo_loss(
     log_probs: Tokens,
     mask: Tokens | None = None,
@@ -274,7 +286,7 @@ def ppo_loss(
     return Loss(loss, {**metrics, **found, "loss": loss.detach()})
 
 
-@_without_flags
+@_described
 def dpo_loss(
     chosen_log_probs: Tensor,
     rejected_log_probs: Tensor,
