@@ -17,6 +17,7 @@ from slime_rollout.data.ledger import Account, Fate
 from slime_rollout.data.offline import PreferenceFields, SftFields, read_preferences, read_sft
 from slime_rollout.eval_sets import read_eval_sets
 from slime_rollout.generation_service import Progress
+from slime_rollout.limits import ModelLimits
 
 if TYPE_CHECKING:  # slow to import, and the launcher only names the settings
     from slime_rollout.data.chat_mask import EncodedChat
@@ -159,13 +160,13 @@ def _encoding(config: RolloutConfig, rows: Rows, max_length: int | None, tokeniz
     from slime_rollout.data.chat_mask import ChatEncoder
     from slime_rollout.data.offline import PreferenceEncoder
 
-    chat = None
+    chat, how = None, {"max_length": max_length, "limits": ModelLimits.of(config.data.hf_checkpoint)}
     if tokenizer.chat_template or rows == "conversations":
         chat = ChatEncoder(tokenizer, template_kwargs=config.data.chat_template_kwargs)
     if rows == "pairs":
-        return PreferenceEncoder(tokenizer, chat), {"fields": PreferenceFields.of(config), "max_length": max_length}
+        return PreferenceEncoder(tokenizer, chat), {"fields": PreferenceFields.of(config), **how}
     last = config.data.loss_mask_type == "distill_qwen"
-    return chat, {"fields": SftFields.of(config), "max_length": max_length, "last_turn_only": last}
+    return chat, {"fields": SftFields.of(config), "last_turn_only": last, **how}
 
 
 def row_metrics(groups: Sequence[Group]) -> dict[str, float]:

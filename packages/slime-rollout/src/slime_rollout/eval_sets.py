@@ -177,6 +177,7 @@ def _make_set(where: str, settings: dict[str, Any], config: RolloutConfig) -> Ev
         raise ConfigError(f"{where}: the name {name!r} {problem}; choose another")
     of_config = settings.keys() - {field.name for field in dataclasses.fields(EvalSet)}
     changes = {_FIELDS.get(key, key): settings.pop(key) for key in of_config}
+    changes["rollout_max_context_len"] = settings["max_context_len"]
     try:
         config = config.changed(eval_prompt_data=(), eval_config=None, opd_type=None, **changes)
         return EvalSet(config=config, **settings)

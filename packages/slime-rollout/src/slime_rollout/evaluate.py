@@ -18,6 +18,7 @@ from slime_rollout.data import PromptDataset, PromptEncoder
 from slime_rollout.eval_sets import EvalSet
 from slime_rollout.generate import EngineClient, GenerationContext, SamplingParams, number_parts
 from slime_rollout.hooks.rollouts import RolloutHooks, SampleHooks
+from slime_rollout.limits import ModelLimits
 from slime_rollout.pipeline import GroupPipeline, Progress, Stopwatch
 from slime_rollout.rewards import Scorers
 from slime_rollout.rewards.rules import ROW_KEY, check_scoring
@@ -121,7 +122,8 @@ class Evaluator:
         self, client: EngineClient, held_out: EvalSet, pipeline: GroupPipeline, groups: list[Group], watch: Stopwatch
     ) -> list[Sample]:
         params, stream = SamplingParams.for_evaluation(held_out), f"eval/{held_out.name}"
-        context = self._make_context(client=client, params=params, stream=stream)
+        limits = ModelLimits.of(held_out.config.data.hf_checkpoint)
+        context = self._make_context(client=client, params=params, stream=stream, limits=limits)
         with held_out.named():
             done = await all_of([pipeline.run(group, context, watch) for group in groups])
         number_parts(done, itertools.count(sum(map(len, groups))).__next__)

@@ -34,6 +34,7 @@ from slime_rollout.hooks import hook_args_of
 from slime_rollout.hooks.rollout_function import find_functions
 from slime_rollout.hooks.rollouts import RolloutHooks, SampleHooks
 from slime_rollout.http import RETRY_DELAYS
+from slime_rollout.limits import ModelLimits
 from slime_rollout.pipeline import GroupPipeline, Progress
 from slime_rollout.rewards import Scorers
 from slime_rollout.teacher import TeacherLogProbs, make_teacher
@@ -125,6 +126,7 @@ class RolloutManager:
             args=hook_args,
             with_experts=config.sampling.use_rollout_routing_replay,
             turns=turns,
+            limits=ModelLimits.of(config.data.hf_checkpoint),
         )
         keep = make_filter(config, hook_args)
         self._collector = Collector(config, self._calls, pipeline, keep, context, on_progress)

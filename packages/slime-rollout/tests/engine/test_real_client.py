@@ -10,6 +10,7 @@ from slime_core.types import Status
 from slime_rollout.errors import GenerationError
 from slime_rollout.generate import EngineClient
 from slime_rollout.http import call
+from slime_rollout.limits import ModelLimits
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 
@@ -67,6 +68,21 @@ def in_client(url, script, timeout=100.0):
 async def whole(client, done, prompt):
     """The same request, not stopped, as far as the other one came."""
     return await client.generate(prompt, params(len(done.tokens)))
+
+
+def test_an_engine_takes_the_longest_prompt_and_adds_what_there_is_room_for(fleet, tiny_model):
+    """One token more is refused: what is known of a context before a run is what the engine does."""
+    limits = ModelLimits.of(tiny_model)
+    longest = limits.longest_prompt()
+
+    async def script(client):
+        asked = {length: params(limits.context - length) for length in (3, longest)}
+        done = [await client.generate([5] * length, given) for length, given in asked.items()]
+        with pytest.raises(GenerationError, match="exceeds the maximum allowed length"):
+            await client.generate([5] * (longest + 1), params(1))
+        return [len(one.tokens) for one in done]
+
+    assert in_client(fleet.engine_urls[0], script) == [limits.room(3), limits.room(longest)]
 
 
 @pytest.mark.parametrize("place", ["router", "engine"])

@@ -192,7 +192,7 @@ class PromptEncoder:
                 f"--apply-chat-template: the tokenizer of {tokenizer.name_or_path} has no chat template; "
                 "leave the flag out, or use a chat model's directory"
             )
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._template, self._keep_messages = apply_chat_template, keep_messages
         self._template_kwargs = {"add_generation_prompt": True, **(template_kwargs or {})}
 
@@ -209,17 +209,17 @@ class PromptEncoder:
     @property
     def digest(self) -> str:
         """A hash of the template, its arguments and what the tokenizer makes of a fixed text."""
-        template = [self._tokenizer.chat_template, self._template_kwargs] if self._template else None
-        text = json.dumps([template, self._tokenizer(_PROBE)["input_ids"]], sort_keys=True, default=repr)
+        template = [self.tokenizer.chat_template, self._template_kwargs] if self._template else None
+        text = json.dumps([template, self.tokenizer(_PROBE)["input_ids"]], sort_keys=True, default=repr)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def encode(self, prompt: Prompt, tools: Tools = None) -> list[int]:
         """The token ids of a prompt; a `DataError` if it gives none, or the template refuses it."""
         if self._template:
             messages = suited(as_messages(prompt), lambda some: self._render(some, tools))
-            tokens = list(self._tokenizer(self._render(messages, tools), add_special_tokens=False)["input_ids"])
+            tokens = list(self.tokenizer(self._render(messages, tools), add_special_tokens=False)["input_ids"])
         elif isinstance(prompt, str):
-            tokens = text_tokens(self._tokenizer, prompt)
+            tokens = text_tokens(self.tokenizer, prompt)
         elif self._keep_messages:
             return []
         else:
@@ -229,7 +229,7 @@ class PromptEncoder:
         return tokens
 
     def _render(self, messages: list[Message], tools: Tools) -> str:
-        return str(apply_template(self._tokenizer, messages, tools, tokenize=False, **self._template_kwargs))
+        return str(apply_template(self.tokenizer, messages, tools, tokenize=False, **self._template_kwargs))
 
 
 class ChatTurns:

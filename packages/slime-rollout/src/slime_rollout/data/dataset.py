@@ -29,6 +29,7 @@ from slime_rollout.data.chat import PromptEncoder, load_tokenizer
 from slime_rollout.data.files import PromptFile, RawRow
 from slime_rollout.data.group_state import copied_value
 from slime_rollout.data.rows import PromptRow, check_row, usable
+from slime_rollout.limits import ModelLimits
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -63,17 +64,32 @@ class RowEncoder:
     def __init__(self, config: RolloutConfig, encoder: PromptEncoder, processes: int = 0) -> None:
         self._config, self._encoder, self._processes = config, encoder, processes
         self._executor: ProcessPoolExecutor | None = None
+        self._limits, self._longest = ModelLimits.of(config.data.hf_checkpoint), longest_prompt(config)
 
     def outcome(self, raw: RawRow) -> Outcome:
-        """What becomes of one row."""
+        """What becomes of one row. One that the model cannot take is bad, unless it is left out as too long."""
         try:
             row = check_row(raw, self._config)
         except DataError as error:
             return error
         try:
-            return TokenizedPrompt(row=row, tokens=self._encoder.encode(row.prompt, row.tools))
+            tokens = self._encoder.encode(row.prompt, row.tools)
+            self._check(tokens)
         except DataError as error:
             return DataError(f"{row.where}: {error}")
+        return TokenizedPrompt(row=row, tokens=tokens)
+
+    def _check(self, tokens: list[int]) -> None:
+        given = self._config.data.rollout_max_prompt_len
+        if given is not None and len(tokens) > given:
+            return
+        if problem := self._limits.token_problem(tokens, self._encoder.tokenizer):
+            raise DataError(f"the prompt's {problem}")
+        if self._longest is not None and len(tokens) > self._longest:
+            raise DataError(
+                f"the prompt has {len(tokens)} tokens, and with a response the context holds {self._longest} of a "
+                f"prompt; shorten it, or leave such rows out with --rollout-max-prompt-len {self._longest}"
+            )
 
     def outcomes(self, rows: Iterable[tuple[T, RawRow]]) -> Iterator[tuple[T, Outcome]]:
         """What becomes of each row, in their order, each with what came along with it.
@@ -129,6 +145,14 @@ class RowEncoder:
             initializer=_begin,
             initargs=(self._config, os.getpid()),
         )
+
+
+def longest_prompt(config: RolloutConfig) -> int | None:
+    """Tokens of the longest prompt that can be answered; ``None`` if unknown, or where a function may shorten them."""
+    if config.sampling.custom_generate_function_path is not None or config.rollout_function is not None:
+        return None
+    limits = ModelLimits.of(config.data.hf_checkpoint)
+    return limits.longest_prompt(config.sampling.rollout_max_context_len)
 
 
 def _chunks(rows: Iterable[tuple[T, RawRow]]) -> Iterator[tuple[list[tuple[T, RawRow]], DataError | None]]:
@@ -232,6 +256,14 @@ class Dataset(ABC, Generic[T]):
         """What the digest depends on, as plain values."""
 
 
+def all_too_long(path: str, lengths: Sequence[int], limit: int | None) -> DataError:
+    """The error of a file without a prompt within the limit."""
+    return DataError(
+        f"{path}: all {len(lengths)} prompts are longer than --rollout-max-prompt-len {limit}; the shortest has "
+        f"{min(lengths)} tokens"
+    )
+
+
 class PromptDataset(Dataset[TokenizedPrompt]):
     """Tokenized prompts."""
 
@@ -246,11 +278,7 @@ class PromptDataset(Dataset[TokenizedPrompt]):
         limit = config.data.rollout_max_prompt_len
         kept = [prompt for prompt in prompts if limit is None or len(prompt.tokens) <= limit]
         if not kept:
-            shortest = min(len(prompt.tokens) for prompt in prompts)
-            raise DataError(
-                f"{path}: all {len(prompts)} prompts are longer than --rollout-max-prompt-len {limit}; "
-                f"the shortest has {shortest} tokens"
-            )
+            raise all_too_long(path, [len(prompt.tokens) for prompt in prompts], limit)
         if left_out := len(prompts) - len(kept):
             logger.warning("%s: left out %d of %d prompts, longer than %s tokens", path, left_out, len(prompts), limit)
         return cls(kept)

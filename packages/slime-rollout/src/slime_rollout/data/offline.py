@@ -29,6 +29,7 @@ from slime_rollout.data.files import RawRow
 from slime_rollout.data.forms import OWN, conversation, form_of, question_of, system_key, used_by, with_system
 from slime_rollout.data.messages import kind, read_messages, text_or_messages
 from slime_rollout.data.rows import Fields, Row, common_values, find_field, read_rows, row_values
+from slime_rollout.limits import ModelLimits
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +86,11 @@ class SftDataset(Dataset[tuple[SftRow, EncodedChat]]):
         fields: SftFields | None = None,
         on_bad_data: str = "error",
         last_turn_only: bool = False,
+        limits: ModelLimits | None = None,
     ) -> SftDataset:
         """Read, check and tokenize a file as :func:`read_sft` does; a row that the template refuses is bad, too.
+
+        So is one with a token outside the vocabulary of ``limits``.
 
         With ``last_turn_only`` only the assistant's last message is trained on.
         Conversations longer than ``max_length`` tokens lose their end. Those without a trained token are left out.
@@ -94,6 +98,7 @@ class SftDataset(Dataset[tuple[SftRow, EncodedChat]]):
         """
 
         how: dict[str, Any] = {"fields": fields, "last_turn_only": last_turn_only, "max_length": max_length}
+        how["limits"] = limits
         rows = read_rows(path, functools.partial(encode_conversation, encoder=encoder, **how), on_bad_data)
         kept = [(row, encoded) for row, encoded in rows if 1 in encoded.loss_mask]
         if not kept:
@@ -135,14 +140,22 @@ def encode_conversation(
     fields: SftFields | None = None,
     last_turn_only: bool = False,
     max_length: int | None = None,
+    limits: ModelLimits | None = None,
 ) -> tuple[SftRow, EncodedChat]:
     """A row of a file of conversations and its tokens, as :meth:`SftDataset.load` has them; a `DataError` if bad."""
     row = sft_row(raw, fields or SftFields())
     try:
         first = last_turn(row.messages) if last_turn_only else 0
-        return row, encoder.encode(row.messages, tools=row.tools, first_trained=first, max_length=max_length)
+        encoded = encoder.encode(row.messages, tools=row.tools, first_trained=first, max_length=max_length)
+        _check_tokens(encoded, "the conversation", encoder.tokenizer, limits)
     except DataError as error:
         raise DataError(f"{row.where}: {error}") from None
+    return row, encoded
+
+
+def _check_tokens(encoded: EncodedChat, what: str, tokenizer: Any, limits: ModelLimits | None) -> None:
+    if limits is not None and (problem := limits.token_problem(encoded.tokens, tokenizer)):
+        raise DataError(f"{what}'s {problem}")
 
 
 def last_turn(messages: Sequence[Message]) -> int:
@@ -321,15 +334,18 @@ class PreferenceDataset(Dataset[tuple[PreferenceRow, EncodedChat, EncodedChat]])
         max_length: int | None = None,
         fields: PreferenceFields | None = None,
         on_bad_data: str = "error",
+        limits: ModelLimits | None = None,
     ) -> PreferenceDataset:
         """Read, check and tokenize a file as :func:`read_preferences` does; a pair that the template refuses is bad.
+
+        So is one with a token outside the vocabulary of ``limits``.
 
         A side longer than ``max_length`` tokens loses its end. Pairs are left out if then a side has no response, or
         both sides are the same. Raises `DataError` if the file breaks its format, the template cannot be used, or no
         pair is left.
         """
 
-        encode = functools.partial(encode_pair, encoder=encoder, fields=fields, max_length=max_length)
+        encode = functools.partial(encode_pair, encoder=encoder, fields=fields, max_length=max_length, limits=limits)
         pairs = read_rows(path, encode, on_bad_data)
         kept = [pair for pair in pairs if _differs(*pair[1:])]
         if not kept:
@@ -364,11 +380,22 @@ class PreferenceDataset(Dataset[tuple[PreferenceRow, EncodedChat, EncodedChat]])
 
 
 def encode_pair(
-    raw: RawRow, encoder: PreferenceEncoder, *, fields: PreferenceFields | None = None, max_length: int | None = None
+    raw: RawRow,
+    encoder: PreferenceEncoder,
+    *,
+    fields: PreferenceFields | None = None,
+    max_length: int | None = None,
+    limits: ModelLimits | None = None,
 ) -> tuple[PreferenceRow, EncodedChat, EncodedChat]:
     """A row of a file of pairs and its two sides, as :meth:`PreferenceDataset.load` has them; `DataError` if bad."""
     row = preference_row(raw, fields or PreferenceFields())
-    return row, *encoder.encode(row, max_length=max_length)
+    sides = encoder.encode(row, max_length=max_length)
+    try:
+        for what, side in zip(("the chosen side", "the rejected side"), sides, strict=True):
+            _check_tokens(side, what, encoder.tokenizer, limits)
+    except DataError as error:
+        raise DataError(f"{row.where}: {error}") from None
+    return row, *sides
 
 
 def preference_row(raw: RawRow, fields: PreferenceFields) -> PreferenceRow:

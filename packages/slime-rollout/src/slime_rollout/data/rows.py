@@ -155,8 +155,11 @@ def read_rows(path: str, make: Callable[[RawRow], T], on_bad_data: str) -> list[
     return usable(path, (attempt(raw) for _, raw in PromptFile(path).rows()), on_bad_data)
 
 
-def usable(path: str, rows: Iterable[T | DataError], on_bad_data: str) -> list[T]:
-    """The rows of a file that can be used; a `DataError` if others are not to be skipped, or none can be used."""
+def usable(path: str, rows: Iterable[T | DataError], on_bad_data: str, *, logs: bool = True) -> list[T]:
+    """The rows of a file that can be used; a `DataError` if others are not to be skipped, or none can be used.
+
+    Those that are skipped are logged, if it ``logs``.
+    """
     good: list[T] = []
     reasons: list[str] = []
     bad = 0
@@ -169,6 +172,8 @@ def usable(path: str, rows: Iterable[T | DataError], on_bad_data: str) -> list[T
             reasons.append(str(row))
     total = bad + len(good)
     if bad and on_bad_data == "skip" and good:
+        if not logs:
+            return good
         more = f"; and {bad - _SHOWN} more" if bad > _SHOWN else ""
         logger.warning("%s: skipped %d of %d rows: %s%s", path, bad, total, "; ".join(reasons), more)
     elif bad:

@@ -14,13 +14,16 @@ from slime_core.hooks import HookArgs
 from slime_core.types import Group, Sample, Status
 from slime_core.types.routed import count_routed
 from slime_rollout.config import MOST_KEPT, RolloutConfig
+from slime_rollout.errors import GenerationError
 from slime_rollout.eval_sets import EvalSet
 from slime_rollout.generate.client import EngineClient
 from slime_rollout.generate.completion import Completion
 from slime_rollout.generate.turn_log import TurnLog
+from slime_rollout.limits import ModelLimits
 
 FINISHED = (Status.COMPLETED, Status.TRUNCATED)
 ROLLOUT_STREAM = "rollout"
+NO_LIMITS = ModelLimits()
 
 # Settings of SGLang that take probability from a token or add some, at the values where they do not.
 _PLAIN = {
@@ -97,11 +100,13 @@ class SamplingParams:
             min_new_tokens=held_out.min_new_tokens,
         )
 
-    def room(self, sample: Sample) -> int:
-        """How many tokens a sample's response may still grow by."""
+    def room(self, sample: Sample, limits: ModelLimits = NO_LIMITS) -> int:
+        """How many tokens a sample's response may still grow by, with a model of ``limits``."""
         room = self.max_new_tokens - sample.response_length
         if self.max_context is not None:
             room = min(room, self.max_context - len(sample.tokens))
+        if (most := limits.room(len(sample.tokens))) is not None:
+            room = min(room, most)
         return max(room, 0)
 
     def to_request(self, seed: int, *, max_new_tokens: int | None = None) -> dict[str, Any]:
@@ -145,7 +150,7 @@ class GenerationContext:
     ``None`` only where nothing is tokenized or decoded. ``args`` holds every flag by its name, for hooks. Once ``stop``
     is set no further request is sent, and what is unfinished goes back to the data source. With ``with_experts``
     engines say of samples that are to be trained on which experts they chose. ``turns`` knows what engines and tools
-    have answered before a restart; it is for samples of the run's rollouts alone.
+    have answered before a restart; it is for samples of the run's rollouts alone. ``limits`` are the model's.
     """
 
     client: EngineClient
@@ -157,6 +162,7 @@ class GenerationContext:
     stop: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     with_experts: bool = False
     turns: TurnLog | None = None
+    limits: ModelLimits = NO_LIMITS
 
     @property
     def evaluation(self) -> bool:
@@ -169,7 +175,11 @@ class GenerationContext:
         """Arguments of :meth:`EngineClient.generate` for at most ``room`` tokens, with changed settings of SGLang's.
 
         If these keep a part of the vocabulary only, and the sample is to be trained on, the engine says which.
+
+        Raises:
+            GenerationError: A token is outside the model's vocabulary, which would end the engine.
         """
+        self._check_tokens(sample, changes)
         params = self.params.to_request(self.seed(sample, turn), max_new_tokens=room) | dict(changes)
         with_kept = not self.evaluation and not keeps_all(params)
         if with_kept and params["top_k"] == -1:
@@ -184,6 +194,17 @@ class GenerationContext:
             "with_kept": with_kept,
             "experts_from": experts_from,
         }
+
+    def room(self, sample: Sample) -> int:
+        """How many tokens a sample's response may still grow by."""
+        return self.params.room(sample, self.limits)
+
+    def _check_tokens(self, sample: Sample, changes: Mapping[str, Any]) -> None:
+        biased = [int(token) for token in changes.get("logit_bias") or ()]
+        stops = [*(changes.get("stop_token_ids") or ())]
+        for what, tokens in {"": sample.tokens, "stop_token_ids: ": stops, "logit_bias: ": biased}.items():
+            if problem := self.limits.token_problem(tokens, self.tokenizer):
+                raise GenerationError(f"sample {sample.index}: {what}{problem}")
 
     async def next_turn(self, sample: Sample, request: dict[str, Any]) -> Completion:
         """What an engine answers to a :meth:`request`, or has answered before a restart. Errors as of the client's."""
@@ -226,7 +247,7 @@ async def generate_sample(sample: Sample, context: GenerationContext) -> list[Sa
         return [sample]
     if sample.status is not Status.ABORTED:
         clear_response(sample)
-    room = context.params.room(sample)
+    room = context.room(sample)
     if not room:
         sample.status = Status.TRUNCATED
         return [sample]

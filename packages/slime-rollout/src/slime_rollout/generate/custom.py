@@ -273,6 +273,14 @@ class HookCall:
         if part.response_length and part.response_length == len(part.tokens):
             raise GenerationError(f"{where} has a response of {part.response_length} tokens and none of the prompt")
         _check_numbers(part, where)
+        self._check_limits(part, where)
+
+    def _check_limits(self, part: Sample, where: str) -> None:
+        limits = self.context.limits
+        if problem := limits.token_problem(part.tokens, self.context.tokenizer):
+            raise GenerationError(f"{where} has a wrong token: {problem}")
+        if problem := limits.length_problem(len(part.tokens)):
+            raise GenerationError(f"{where} has a response of {part.response_length}: {problem}; cut it")
 
     def _tokenize(self, part: Sample, given: _Given, where: str) -> None:
         """Tokenize a response that was set as text alone, with the end token if it is finished."""

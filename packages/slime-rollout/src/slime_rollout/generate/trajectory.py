@@ -99,7 +99,7 @@ class Trajectory:
     @property
     def room(self) -> int:
         """How many tokens the response may still grow by."""
-        return self._context.params.room(self.sample)
+        return self._context.room(self.sample)
 
     @property
     def done(self) -> bool:

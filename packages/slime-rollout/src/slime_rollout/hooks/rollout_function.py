@@ -21,6 +21,7 @@ from slime_core.user_functions import load_function
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data import AccountedSource, Fate, SourceCalls, copied_group
 from slime_rollout.generate import by_trajectory, number_parts
+from slime_rollout.limits import ModelLimits
 from slime_rollout.threads import await_within
 
 FLAG = "--rollout-function-path"
@@ -89,6 +90,7 @@ class RolloutFunction:
 
     def __init__(self, path: str, flag: str, config: RolloutConfig, args: HookArgs) -> None:
         self.name, self._config, self._args = f"{flag} {path}", config, args
+        self._limits = ModelLimits.of(config.data.hf_checkpoint)
         self._function = load_function(path, flag)
         signature = inspect.signature(self._function)
         try:
@@ -168,6 +170,8 @@ class RolloutFunction:
                 raise DataError(f"{where} has the reward {sample.reward}; set a finite number")
             if not all(map(math.isfinite, sample.rollout_log_probs or ())):
                 raise DataError(f"{where} has rollout_log_probs that are not finite")
+            if problem := self._limits.token_problem(sample.tokens) or self._limits.length_problem(len(sample.tokens)):
+                raise DataError(f"{where} is not of this model: {problem}")
         return [list(group) for group in found]
 
     def _metrics(self, found: Any) -> dict[str, float]:
