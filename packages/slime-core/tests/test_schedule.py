@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from slime_core.config import ESTIMATORS, AlgorithmConfig
 from slime_core.errors import ConfigError, DataError
 from slime_core.rewards import estimator_rewards, normalize_group_rewards
-from slime_core.schedule import FILLER_INDEX, build_shards, check_batch_sizes
+from slime_core.schedule import FILLER_INDEX, beyond_whole_steps, build_shards, check_batch_sizes
 from slime_core.types import RolloutBatch, Sample, Status
 from slime_core.types.arrays import Ragged
 from slime_core.types.routed import routed_text
@@ -327,6 +327,25 @@ def test_bad_data():
         shards_of(RolloutBatch(rollout_id=0, groups=[[make_sample(0, 0, prompt=0)]]))
     with pytest.raises(ConfigError, match="does not split into steps"):
         shards_of(make_batch([3]), gbs=2)
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "left_out"),
+    [(2, 1, [4]), (3, 1, [3, 4]), (5, 1, []), (8, 1, []), (2, 2, [4]), (4, 2, [4]), (8, 2, []), (8, 8, [])],
+)
+@pytest.mark.parametrize("dynamic", [{}, {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 64}])
+def test_what_does_not_fill_a_rollouts_last_step_is_left_out(size, ranks, left_out, dynamic):
+    """Of five trajectories; fewer than one step takes are one step, with a mean over as many as there are."""
+    batch = make_batch([1, 2, 2])
+    shards = shards_of(batch, gbs=size, dp=ranks, drop_rest=True, **dynamic)
+    steps = [
+        sorted(one.index for rank in shard_positions(shards, at) for own in rank for one in own if one.index >= 0)
+        for at in range(len(shards[0].steps))
+    ]
+    kept = [at for at in range(5) if at not in left_out]
+    assert steps == [kept[at : at + size] for at in range(0, len(kept), size)]
+    assert [step.global_trajectories for step in shards[0].steps] == list(map(len, steps))
+    assert beyond_whole_steps(batch.columns(), size) == left_out
 
 
 def shard_positions(shards, step):

@@ -25,6 +25,26 @@ HF_CONFIG = {
 }
 
 
+WORDS = json.dumps(
+    {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {
+            "type": "WordLevel",
+            "vocab": {word: number for number, word in enumerate([*map(str, range(10)), *"+=?"])},
+            "unk_token": "?",
+        },
+    }
+)
+"""A tokenizer whose tokens are words."""
+
+
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
     """Prompts, a Hugging Face directory and a checkpoint, as far as the checks before a run look at them."""
@@ -33,7 +53,10 @@ def workspace(tmp_path: Path) -> Path:
     hf = tmp_path / "hf"
     hf.mkdir()
     (hf / "config.json").write_text(json.dumps(HF_CONFIG))
-    (hf / "tokenizer.json").write_text("{}")
+    (hf / "tokenizer.json").write_text(WORDS)
+    template = "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}"
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (hf / "tokenizer_config.json").write_text(json.dumps(settings))
     (hf / "model.safetensors").write_bytes(b"")
     checkpoint = tmp_path / "dist" / "release"
     checkpoint.mkdir(parents=True)

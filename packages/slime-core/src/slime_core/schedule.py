@@ -62,6 +62,7 @@ def build_shards(
     virtual_pipeline_group: int = 1,
     cost: Cost = token_count,
     drop_untrained: bool = False,
+    drop_rest: bool = False,
     needs_kept: bool = False,
     needs_experts: bool = False,
     postprocess: Postprocess | None = None,
@@ -71,7 +72,6 @@ def build_shards(
     Every sample is in exactly one micro-batch, unless ``drop_untrained`` leaves it out. Steps take whole trajectories
     in the rollout's order, ``global_batch_size`` each; mostly a trajectory is one sample. In a step, ranks are balanced
     by ``cost`` and have equally many micro-batches, the costliest first. The same rollout gives the same shards.
-
     Aborted and failed samples are counted but train nothing: their reward takes no part in their group's mean.
     Where a step has too few samples for equally many micro-batches, an empty one gets a filler: :data:`FILLER_INDEX`.
 
@@ -89,6 +89,7 @@ def build_shards(
         virtual_pipeline_group: What the number of micro-batches must be a multiple of; 1 without a virtual pipeline.
         cost: What computing a sequence of so many tokens costs, such as ``FlopsModel(...).training``.
         drop_untrained: Leave out samples that cannot change the weights, before ranks are balanced; they are counted.
+        drop_rest: Leave out the last trajectories, which fill no step, where this would refuse; fewer are one step.
         needs_kept: Tokens were sampled under top-p, top-k or min-p, so every trained one needs its kept tokens.
         needs_experts: The trainer is to choose the engine's experts, so it must know them up to each trained token.
         postprocess: Changes masks, rewards, log-probs or extras of the samples before they are split.
@@ -97,14 +98,14 @@ def build_shards(
         ConfigError: The sizes do not divide, or the token limit is missing.
         DataError: The rollout is empty, a group is not a pair, or a sample lacks a reward, a prompt or what it needs.
     """
-    columns = (batch.columns() if isinstance(batch, RolloutBatch) else batch).samples
-    trajectories = _trajectories(columns)
+    trajectories = _trajectories(columns := (batch.columns() if isinstance(batch, RolloutBatch) else batch).samples)
     samples = _prepared(columns, algorithm, reward_key, batch.rollout_id, trajectories, postprocess, needs_experts)
     _check_replayed(samples, kept=needs_kept, experts=needs_experts)
-    size = 2 if use_dynamic_batch_size else micro_batch_size
-    samples = _pairs(columns, samples, global_batch_size, size) if pairs else samples
+    cap, of_pair = (max_tokens_per_gpu, 2) if use_dynamic_batch_size else (None, micro_batch_size)
+    samples = _pairs(columns, samples, global_batch_size, of_pair) if pairs else samples
+    trajectories, num_samples = _stepped(trajectories, global_batch_size, drop_rest)
     check_batch_sizes(
-        num_samples=len(trajectories),
+        num_samples=num_samples,
         global_batch_size=global_batch_size,
         data_parallel_size=data_parallel_size,
         micro_batch_size=micro_batch_size,
@@ -113,11 +114,10 @@ def build_shards(
         context_parallel_size=context_parallel_size,
         virtual_pipeline_group=virtual_pipeline_group,
     )
-    most = max_tokens_per_gpu if use_dynamic_batch_size else None
     planner = StepPlanner(
         samples=samples,
         ranks=data_parallel_size,
-        limits=_limits(micro_batch_size, most, context_parallel_size, virtual_pipeline_group),
+        limits=_limits(micro_batch_size, cap, context_parallel_size, virtual_pipeline_group),
         by_group=keep_groups_together,
         pairs=pairs,
         cost=cost,
@@ -127,8 +127,27 @@ def build_shards(
     return _place(planner, trajectories, global_batch_size, chosen, batch.rollout_id, temperature)
 
 
+def _stepped(trajectories: list[list[int]], size: int, drop_rest: bool) -> tuple[list[list[int]], int]:
+    """The trajectories for steps of ``size``, and the number of them that must be a multiple of it."""
+    if not drop_rest or size < 1:
+        return trajectories, len(trajectories)
+    kept = trajectories[: whole_steps(len(trajectories), size)]
+    return kept, max(len(kept), size)
+
+
+def whole_steps(trajectories: int, global_batch_size: int) -> int:
+    """How many of a rollout's trajectories fill steps: a multiple of a step's, or all where one step takes more."""
+    return trajectories // global_batch_size * global_batch_size or trajectories
+
+
+def beyond_whole_steps(rollout: RolloutColumns, global_batch_size: int) -> list[int]:
+    """Positions of the samples that ``drop_rest`` leaves out."""
+    trajectories = _trajectories(rollout.samples)
+    return [at for parts in trajectories[whole_steps(len(trajectories), global_batch_size) :] for at in parts]
+
+
 def _limits(samples: int, tokens: int | None, ranks: int, multiple: int) -> MicroBatchLimits:
-    """Of a micro-batch: its samples, or the tokens of each of the ranks that share a sequence."""
+    """Of a micro-batch: its samples, or where ``tokens`` are given those of each rank that shares a sequence."""
     return MicroBatchLimits(
         samples=None if tokens else samples, tokens=tokens * ranks if tokens else None, multiple=multiple
     )

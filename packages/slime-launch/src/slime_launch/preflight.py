@@ -9,6 +9,9 @@ import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
+from slime_convert.errors import ConvertError
+from slime_convert.formats.hf import open_model
+from slime_convert.mapping import WeightMap
 from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError, DataError
 from slime_core.schedule import check_pairs
@@ -23,12 +26,15 @@ from slime_launch.overrides import Overrides, read_overrides
 from slime_launch.resume import StartWeights, find_run, start_weights
 from slime_launch.room import check_room, existing
 from slime_launch.validate import (
+    check_on_cpu,
     check_quantized,
     check_settings,
     check_shape,
     check_whole_engines,
     engine_dtype,
+    length_notes,
     num_engines,
+    row_limit,
 )
 from slime_launch.wandb_run import check_wandb
 from slime_megatron.checkpoint import check_checkpoint, find_checkpoint, teacher_source
@@ -38,13 +44,14 @@ from slime_megatron.overrides import role_config
 from slime_megatron.start import check_algorithm
 from slime_rollout.data import check_prompt_data
 from slime_rollout.data.notes import data_notes
-from slime_rollout.data_service import check_rows, count_rows
+from slime_rollout.data_service import DataSpec, check_rows, count_rows
 from slime_rollout.engine.python import importable_in
 from slime_rollout.engine.router import check_router_port
 from slime_rollout.engine.server import EngineSpec, check_flags
 from slime_rollout.engine.sglang_flags import missing_sglang
 from slime_rollout.engine.topology_plan import EnginePlan, Topology, check_runs_here, plan_engines, topology_of
 from slime_rollout.hooks import check_hooks, hook_args_of
+from slime_rollout.measure import Measured, check_stop_ids, measure_prompts, measure_rows
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 
@@ -58,8 +65,8 @@ class Checked:
         weights: The weights that the run begins with; ``None`` without trainers.
         overrides: Settings of roles that differ from the flags.
         topology: What ``--sglang-config`` holds.
-        data_notes: How the data is read, and what the chat template leaves out of it.
         packages: What is installed, and ``notes`` on Megatron's arguments, if they were found out ahead.
+        said: How the data is read, and what a user should know of it, a line each.
     """
 
     settings: Settings
@@ -69,9 +76,9 @@ class Checked:
     overrides: Overrides
     topology: Topology | None
     num_engines: int
-    data_notes: Sequence[str] = ()
     packages: dict[str, dict[str, str] | None] | None = None
     notes: Sequence[str] | None = None
+    said: Sequence[str] = ()
 
 
 def preflight(settings: Settings, known: Sequence[str] = ()) -> Checked:
@@ -100,7 +107,7 @@ def preflight(settings: Settings, known: Sequence[str] = ()) -> Checked:
         overrides=found.overrides or {},
         topology=topology_of(settings.engine, settings.cluster.rollout_gpus) if settings.generates else None,
         num_engines=num_engines(settings) if found.engines is None else found.engines.num_engines,
-        data_notes=found.data_notes,
+        said=found.said,
     )
 
 
@@ -113,7 +120,8 @@ class Found:
         run: The run in ``--save``, if there is one, and the weights to begin with.
         engines: The engines of ``--sglang-config``.
         rows: Usable rows of each prompt file that is not streamed.
-        data_notes: How the data is read, and what the chat template leaves out of it.
+        measured: What the rows are in tokens, as far as they were counted.
+        said: What a user should know of the data, a line each.
     """
 
     settings: Settings
@@ -122,7 +130,8 @@ class Found:
     run: tuple[Manifest | None, StartWeights | None] | None
     engines: EnginePlan | None
     rows: dict[str, int] | None
-    data_notes: Sequence[str] = ()
+    measured: Measured
+    said: list[str]
 
 
 def look(settings: Settings, problems: Problems, *, elsewhere: bool = False, absent: Collection[str] = ()) -> Found:
@@ -143,10 +152,12 @@ def look(settings: Settings, problems: Problems, *, elsewhere: bool = False, abs
     problems.attempt(check_hf_directory, directory, weights=str(directory) not in absent)
     shape = problems.attempt(check_shape, settings) if (directory / "config.json").is_file() else None
     if shape is not None:
-        problems.attempt(check_fits, settings.megatron, shape)
+        if settings.trains:
+            problems.attempt(check_fits, settings.megatron, shape)
         problems.attempt(check_arguments, settings, shape)
         if str(directory) not in absent:
             problems.attempt(check_quantized, settings, elsewhere)
+            problems.attempt(check_weight_names, directory, shape, "--hf-checkpoint")
     overrides = problems.attempt(read_overrides, settings)
     run = problems.attempt(find_weights, settings, absent)
     for model in _models(settings, run):
@@ -154,6 +165,8 @@ def look(settings: Settings, problems: Problems, *, elsewhere: bool = False, abs
             problems.attempt(find_checkpoint, model)
         elif str(model) not in absent:
             problems.attempt(check_checkpoint, model, shape)
+            if Path(model) != directory:
+                problems.attempt(check_weight_names, Path(model), shape, "the checkpoint")
     for flag, path in (("--save", settings.megatron.save), ("--output-dir", settings.run.output_dir or "outputs")):
         if path is not None and not elsewhere:
             problems.attempt(check_writable, Path(path), flag)
@@ -163,22 +176,76 @@ def look(settings: Settings, problems: Problems, *, elsewhere: bool = False, abs
     engines = rows = None
     if settings.generates:
         rows = problems.attempt(check_prompt_data, settings.rollout)
+        problems.attempt(check_stop_ids, settings.rollout)
         if settings.engine.sglang_router_port is not None and not elsewhere:
             problems.attempt(check_router_port, settings.engine.sglang_router_ip, settings.engine.sglang_router_port)
         engines = problems.attempt(check_engines, settings, elsewhere=elsewhere)
+        if not elsewhere:
+            problems.attempt(check_on_cpu, settings, engines)
     elif settings.rows is not None:
         rows = problems.attempt(check_rows, settings.rollout, settings.rows)
     elif run is not None:
         problems.attempt(check_recorded, settings, run[0])
-    said = None if rows is None else problems.attempt(data_notes, settings.rollout, settings.rows or "prompts")
+    notes = None if rows is None else problems.attempt(data_notes, settings.rollout, settings.rows or "prompts")
+    measured = (
+        problems.attempt(measure, settings, shape) if rows is not None and shape is not None else None
+    ) or Measured()
     return Found(
         settings=settings,
         shape=shape,
         overrides=overrides,
         run=run,
         engines=engines,
-        rows=rows,
-        data_notes=said or (),
+        rows=None if rows is None else rows | {path: found.used for path, found in measured.files.items()},
+        measured=measured,
+        said=[
+            *(notes or ()),
+            *(length_notes(settings, shape) if shape is not None and settings.generates else ()),
+            *measured.notices,
+        ],
+    )
+
+
+def measure(settings: Settings, shape: ModelShape) -> Measured:
+    """Tokenize the rows of the data sets, where that is done in seconds.
+
+    Raises:
+        ConfigError: The tokenizer cannot be used.
+        DataError: A row is not for this model: too long, or with a token that it does not have.
+    """
+    if settings.generates:
+        return measure_prompts(settings.rollout)
+    if settings.rows is None:
+        return Measured()
+    limit = row_limit(settings, shape.max_position_embeddings)
+    return measure_rows(DataSpec(rollout=settings.rollout, rows=settings.rows, max_length=limit))
+
+
+def check_weight_names(directory: Path, shape: ModelShape, what: str) -> None:
+    """A Hugging Face model's files have all weights that its config asks for; only their headers are read.
+
+    Raises:
+        PreflightError: They lack some.
+    """
+    try:
+        there = open_model(directory).tensors if any(directory.glob("*.safetensors")) else None
+    except ConvertError:
+        return  # what is wrong with a file is said where it is read
+    if there is None:
+        return
+    names = list(WeightMap(dataclasses.replace(shape, mtp_num_layers=0)).hf_names())  # not everybody saves those
+    missing = [name for name in names if name not in there]
+    if not missing or 2 * len(missing) > len(names):  # most are: other names, which their reader judges
+        return
+    without_head = all("lm_head" in name for name in missing)
+    advice = (
+        'its config says that the head is not the embedding: give the whole model, or set "tie_word_embeddings": true'
+        if without_head
+        else "give the whole model, or the config of this one"
+    )
+    raise PreflightError(
+        f"{what} {directory} lacks {len(missing)} of the weights that its config asks for, such as {missing[0]}; "
+        f"{advice}"
     )
 
 

@@ -118,8 +118,7 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch,
         console.line(f"continuing the run in {where} after {state.iteration} rollouts")
     elif read_rows(output_dir):
         console.line(f"{output_dir} holds the metrics of an earlier run; this one replaces them")
-    cluster = cluster_notices(os.environ.get("RAY_ADDRESS"))
-    for notice in (*notices(settings), *checked.data_notes, *start_lines(checked), *cluster):
+    for notice in (*notices(settings), *start_lines(checked), *cluster_notices(os.environ.get("RAY_ADDRESS"))):
         console.line(notice)
     if settings.megatron.save is None and settings.trains and not settings.only_evaluates:
         console.line("no --save: this run writes no checkpoint and cannot be continued")
@@ -289,7 +288,7 @@ def start_lines(checked: Checked) -> list[str]:
     settings = checked.settings
     begins = start_notes(settings, checked.manifest, checked.weights)
     notes = argument_notes(settings, checked.shape) if checked.notes is None else checked.notes
-    return [*precision_notes(settings), *begins, *notes]
+    return [*precision_notes(settings), *begins, *notes, *checked.said]
 
 
 def trainer_spec(checked: Checked, settings: Settings, resume_from: Path | None, log_dir: Path) -> TrainerSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,11 @@ from numpy.typing import NDArray
 from slime_convert.shape import ModelShape
 from slime_core.errors import DataError
 from slime_core.metrics import pass_rates
-from slime_core.schedule import RAW_REWARDS, TRAIN_REWARDS, build_shards
+from slime_core.schedule import RAW_REWARDS, TRAIN_REWARDS, beyond_whole_steps, build_shards
 from slime_core.step_plan import token_count
 from slime_core.sums import sample_sums, shard_sum
-from slime_core.types import Message, RolloutBatch, RolloutColumns, Sample, Span, TrainShard
-from slime_core.types.arrays import json_rows, numbers, ragged
+from slime_core.types import Message, RolloutBatch, RolloutColumns, Sample, Span, Status, TrainShard
+from slime_core.types.arrays import STATUSES, json_rows, numbers, ragged
 from slime_launch.config import Settings
 from slime_launch.errors import RunError
 from slime_launch.shown import mark_shown, write_shown
@@ -28,9 +29,14 @@ from slime_rollout.errors import REWARD_FAILURE
 from slime_rollout.hooks import hook_args_of
 from slime_rollout.hooks.rollouts import RewardPostProcess
 from slime_rollout.hooks.train_data import DataPostprocess
+from slime_rollout.limits import ModelLimits
 from slime_rollout.store import RolloutStore
 
 EXAMPLES = 3
+EMPTY, MASKED, NO_ADVANTAGE = "no response", "loss mask 0", "advantage 0"
+REMOVED, NO_STEP = "left out by a function or a filter", "more than fill a step"
+REASONS = (EMPTY, MASKED, NO_ADVANTAGE, REMOVED, NO_STEP)
+"""Why a sample is not trained on."""
 Example = dict[str, Any]
 """A sample for people to read: the texts of its ``prompt`` and ``response``, and its ``reward``."""
 
@@ -60,6 +66,7 @@ class ReadyRollout:
         metrics: Named numbers for tracking.
         seconds: Wall time per phase.
         failures: Why samples could not be scored, a reason for each of them.
+        untrained: How many samples are not trained on, by the reason.
         examples: Its first samples, for people to read.
         shards: References to the shards in Ray's object store, by data-parallel rank.
         spans: When it was generated, scored and split.
@@ -75,6 +82,7 @@ class ReadyRollout:
     failures: list[str]
     examples: list[Example]
     shards: list[Any]
+    untrained: dict[str, int] = dataclasses.field(default_factory=dict)
     spans: list[Span] = dataclasses.field(default_factory=list)
     sample_sums: dict[str, NDArray[Any]] = dataclasses.field(default_factory=dict)
     shard_sums: list[int] = dataclasses.field(default_factory=list)
@@ -116,7 +124,9 @@ def prepare_rollout(
     with said_of_files():
         write_shown(batch, settings)
     mark_shown(columns, settings)
+    check_limits(columns, recipe.shape)
     ready, shards = summary(columns, batch, recipe), split_rollout(columns, recipe)
+    ready.untrained.update(untrained(columns, shards, global_batch_size(recipe.settings)))
     del columns  # there is one copy less when the object store takes its own
     return put_shards(ready, shards, put)
 
@@ -167,6 +177,7 @@ def read_rollout(
     load_state_dict(recipe.store.read_source_state(rollout_id))
     mark_shown(columns, recipe.settings)
     ready, shards = summary(columns, columns.batch(), recipe), split_rollout(columns, recipe)
+    ready.untrained.update(untrained(columns, shards, global_batch_size(recipe.settings)))
     del columns
     return put_shards(ready, shards, put)
 
@@ -260,6 +271,42 @@ def check_scored(columns: RolloutColumns) -> None:
         )
 
 
+def check_limits(columns: RolloutColumns, shape: ModelShape) -> None:
+    """Every sample is of the model's tokens, and no longer than its context, wherever it comes from.
+
+    Raises:
+        DataError: One is not.
+    """
+    limits = ModelLimits(vocab_size=shape.vocab_size, context=shape.max_position_embeddings)
+    for index, row in zip(numbers(columns.samples, "index"), ragged(columns.samples, "tokens").rows, strict=True):
+        tokens = [] if row is None or not len(row) else [int(row.min()), int(row.max())]
+        if problem := limits.token_problem(tokens) or limits.length_problem(0 if row is None else len(row)):
+            raise DataError(f"sample {index} of rollout {columns.rollout_id} is not of this model: {problem}")
+
+
+def untrained(columns: RolloutColumns, shards: Sequence[TrainShard], batch_size: int) -> dict[str, int]:
+    """How many samples of a rollout none of its shards has, by the reason: one of :data:`REASONS`."""
+    samples, found = columns.samples, Counter[str]()
+    trained = {int(index) for shard in shards for index in numbers(shard.columns, "index")}
+    rest, masks = set(beyond_whole_steps(columns, batch_size)), ragged(samples, "loss_mask").rows
+    names = ("index", "response_length", "status", "remove_sample")
+    for at, (index, length, status, removed) in enumerate(
+        zip(*(numbers(samples, name) for name in names), strict=True)
+    ):
+        mask = masks[at]
+        if index in trained:
+            continue
+        if at in rest:
+            found[NO_STEP] += 1
+        elif not length:
+            found[EMPTY] += 1
+        elif removed or STATUSES[status] in (Status.ABORTED, Status.FAILED):
+            found[REMOVED] += 1
+        else:
+            found[NO_ADVANTAGE if mask is None or np.any(mask) else MASKED] += 1
+    return dict(found)
+
+
 def reward_failures(columns: RolloutColumns) -> list[str]:
     """Why samples could not be scored, a reason for each of them."""
     metadata = json_rows(columns.samples, "metadata", containing=REWARD_FAILURE)
@@ -289,6 +336,7 @@ def split_rollout(batch: RolloutBatch | RolloutColumns, recipe: Recipe) -> list[
         context_parallel_size=megatron.context_parallel_size,
         cost=flops_model(recipe.shape).training if megatron.balance_by_flops else token_count,
         drop_untrained=True,
+        drop_rest=True,
         needs_kept=settings.rows is None and not settings.rollout.sampling.keeps_all_tokens,
         needs_experts=settings.rows is None and settings.rollout.sampling.use_rollout_routing_replay,
         postprocess=data_postprocess(settings),

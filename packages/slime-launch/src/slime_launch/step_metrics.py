@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import textwrap
 from collections import Counter
@@ -10,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from slime_core.types import EvalReport, SyncReport, TrainReport
-from slime_launch.shards import Example, ReadyRollout, examples
+from slime_launch.shards import NO_ADVANTAGE, Example, ReadyRollout, examples
 
 REASON_CHARACTERS = 100
 PROMPT_CHARACTERS, RESPONSE_CHARACTERS = 80, 120
@@ -134,16 +135,31 @@ def step_line(
         words.append(f"({what}: {textwrap.shorten(often, REASON_CHARACTERS)}; logs/rollout.log)")
     elif compares_samples and row.get("rollout/zero_std/ratio") == 1:
         words.append("(equal within every group: no gradient)")
+        others = {why: count for why, count in batch.untrained.items() if why != NO_ADVANTAGE}
+        batch = dataclasses.replace(batch, untrained=others)
+    words += untrained_words(batch)
     shown = (("loss", "loss"), ("accuracy", "accuracy"), ("kl_loss", "kl"), ("grad_norm", "grad norm"))
     for name, title in shown:
         if f"train/{name}" in last_step:
             value = last_step[f"train/{name}"]
             words.append(f"{title} {0.0 if abs(value) < ROUNDING else value:.4g}")
+        elif name == "loss" and last_step:
+            words.append("loss -")  # no token of the step counts
     generated = "perf/data_time" not in row
     phases = [("rollout", "generate" if generated else "data"), ("train", "train")]
     phases += [("update_weights", "sync")] if generated else []
     words.append(" ".join(f"{title} {row.get(f'perf/{name}_time', 0.0):.1f} s" for name, title in phases))
     return "  ".join(words)
+
+
+def untrained_words(batch: ReadyRollout) -> list[str]:
+    """How many samples train nothing, and why, in brackets; advantages of 0 alone only where nothing else is left."""
+    reasons, total = batch.untrained, sum(batch.untrained.values())
+    nothing = total == batch.num_samples > 0
+    counts = ", ".join(f"{count} {why}" for why, count in reasons.items() if nothing or why != NO_ADVANTAGE)
+    if not counts:
+        return []
+    return [f"({'nothing to train on' if nothing else 'not trained on'}: of {batch.num_samples} samples {counts})"]
 
 
 def drift_problem(rollout_id: int, steps: Sequence[Mapping[str, float]], most: float | None) -> str | None:
@@ -184,6 +200,8 @@ def step_cells(number: int, num_rollout: int, rows: Sequence[Mapping[str, Any]])
         value = next((row[name] for name in names if row.get(name) is not None), None)
         if value is not None:
             cells[title] = form.format(0.0 if abs(value) < ROUNDING else value)
+        elif title == "loss" and last_step:
+            cells[title] = "-"
     return cells | {"time left": time_left(rows, number, num_rollout)}
 
 

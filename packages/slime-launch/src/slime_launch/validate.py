@@ -18,6 +18,9 @@ from slime_launch.idle import idle_flags
 from slime_launch.placement import own_share
 from slime_megatron.config import FUSED_ROUTERS
 from slime_rollout.config import MOST_KEPT, MOST_LISTED, SFT_ROLLOUT
+from slime_rollout.engine.topology_plan import EnginePlan
+from slime_rollout.eval_sets import read_eval_sets
+from slime_rollout.limits import ModelLimits, wrong_on_cpu
 
 CANARY_LIMITS = {"float32": 1e-4, "bfloat16": 0.4}
 """Mean distance in nats, by the engines' type; docs/explanation/exactness.md has what was measured."""
@@ -388,6 +391,48 @@ def check_quantized(settings: Settings, elsewhere: bool = False) -> None:
             f"--hf-checkpoint {directory} is quantized ({form.format}), and SGLang's engines run such models on GPUs "
             f"alone; {way_out}"
         )
+
+
+def check_on_cpu(settings: Settings, plan: EnginePlan | None) -> None:
+    """Engines that run here on a CPU compute what their models say, in every kind of run: all of ``plan``, or the one.
+
+    Raises:
+        ConfigError: A model has a part that SGLang's attention leaves out there.
+    """
+    device = str(settings.engine.sglang_args.get("device") or run_device())
+    if settings.engine.rollout_external_engine_addrs or device != "cpu":
+        return
+    own, sampling = settings.rollout.data.hf_checkpoint, settings.rollout.sampling
+    sets = read_eval_sets(settings.rollout)
+    limits = [sampling.rollout_max_context_len] * (not settings.only_evaluates) + [one.max_context_len for one in sets]
+    longest = None if None in limits else max((limit for limit in limits if limit is not None), default=None)
+    others = {spec.model_path for model in plan.models for spec in model.specs} if plan is not None else set()
+    lines = []
+    for path in dict.fromkeys([own, *sorted(others)]):
+        if problem := wrong_on_cpu(path, longest if path == own else None):
+            flag = "--hf-checkpoint" if path == own else "--sglang-config: the model"
+            lines.append(
+                f"{flag} {path}: SGLang on a CPU ignores {problem}; run its engines on GPUs, or take another model"
+            )
+    Problems(lines).report()
+
+
+def length_notes(settings: Settings, shape: ModelShape) -> list[str]:
+    """Lines about limits that are beyond the model's own."""
+    sampling, context = settings.rollout.sampling, shape.max_position_embeddings
+    room = ModelLimits(context=context).room(1) or 0
+    given = {} if settings.only_evaluates else {"--rollout-max-response-len": sampling.rollout_max_response_len}
+    given |= {
+        f"held-out set {one.name}: max_response_len": one.max_response_len for one in read_eval_sets(settings.rollout)
+    }
+    lines = [
+        f"{name} {length:,} is more than the model's context of {context:,} holds: responses end there at the latest"
+        for name, length in given.items()
+        if length > room
+    ]
+    if (limit := sampling.rollout_max_context_len) is not None and limit > context:
+        lines.append(f"--rollout-max-context-len {limit:,} is more than the model's context, {context:,}: that counts")
+    return lines
 
 
 def engine_dtype(settings: Settings) -> str:

@@ -46,6 +46,7 @@ class Plan:
         derived: Settings that were not given and follow from others.
         hooks: Custom functions, each found and checked.
         rows: Usable rows of each prompt file.
+        row_tokens: Tokens of the longest of them, where all were counted.
         checkpoints: What the run begins with, by role.
         notices: What the settings do that may not be expected.
         problems: Why it cannot start; nothing if it can.
@@ -66,6 +67,7 @@ class Plan:
     times: list[PhaseTime]
     hooks: list[str]
     rows: dict[str, int]
+    row_tokens: dict[str, int]
     prompt: FirstPrompt | None
     samples: list[FirstSample]
     checkpoints: dict[str, str]
@@ -106,7 +108,7 @@ def make_plan(
     groups = engine_groups(settings, found.engines)
     nodes = place(settings, device, gpus_per_node, groups)
     problems.attempt(check_nodes, settings, nodes, device)
-    tokens = 0 if prompt is None else prompt.tokens
+    tokens = 0 if prompt is None else max(prompt.tokens, found.measured.longest)
     parts = Estimate(settings, found, device, problems, tokens, None if row is None else row.longest, nodes, groups)
     return Plan(
         device=device,
@@ -124,6 +126,7 @@ def make_plan(
         times=parts.times,
         hooks=_hooks(settings, problems),
         rows=found.rows or {},
+        row_tokens={path: lengths.longest for path, lengths in found.measured.files.items()},
         prompt=prompt,
         samples=[] if row is None else row.samples,
         checkpoints=_checkpoints(settings, found),
@@ -131,7 +134,7 @@ def make_plan(
             *(f"--{name.replace('_', '-')} is not known, and left out of this plan" for name in sorted(given.unread)),
             *(f"the weights of {name} are not downloaded yet" for name in absent.values()),
             *notices(settings),
-            *found.data_notes,
+            *found.said,
             *parts.notices,
             *((() if elsewhere else problems.attempt(room_notes, settings)) or ()),
             *layout_notes(layout, hands_over=settings.trainer_sleeps or settings.engines_sleep),

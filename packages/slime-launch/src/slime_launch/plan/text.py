@@ -134,7 +134,8 @@ def _times(plan: Plan) -> list[str]:
 
 def _data(plan: Plan) -> Iterator[str]:
     for path, rows in plan.rows.items():
-        yield f"  {path}: {rows:,} usable rows"
+        longest = f", of {plan.row_tokens[path]:,} tokens at most" if path in plan.row_tokens else ""
+        yield f"  {path}: {rows:,} usable rows{longest}"
     yield from (f"  {hook}: found" for hook in plan.hooks)
     if plan.prompt is not None:
         label = "" if plan.prompt.label is None else f", label {plan.prompt.label!r}"
