@@ -18,6 +18,12 @@ HEAD = """\
 
 Written by `scripts/flags_page.py` from the flag tables; a test compares the two. `slime-launch train --help` shows the
 same, and `slime-launch train --help-sglang` the flags of the installed SGLang (`--sglang-…`).
+
+What a flag **needs** stands in its row: `needs --use-kl-loss`. Given without, it would have no effect, and the command
+is refused in a line that names both; so is a flag of training that `--loss-type` does not look at. Where nothing is
+lost, a line at the start says so and the run goes on: the value asks for nothing (0, or the default), what it asks for
+is so anyway (`--kl-loss-type` where there is no KL), or one more flag has made another kind of run of the command
+(`--debug-rollout-only`, `--load-debug-rollout-data`, `--num-rollout 0`).
 """
 THEIRS = """\
 ## Flags of other launchers
@@ -34,9 +40,10 @@ def page() -> str:
     """The whole page."""
     groups = train_groups()
     known = {spec.name for group in groups for spec in group.flags}
+    specs = {spec.dest: spec for group in groups for spec in group.flags}
     parts = [HEAD]
     for group in groups:
-        rows = [(f"`{spec.name}`", help_line(spec)) for spec in group.flags]
+        rows = [(f"`{spec.name}`", help_line(spec, specs)) for spec in group.flags]
         note = f"\n{group.description}\n" if group.description else ""
         parts.append(f"## {group.title[0].upper()}{group.title[1:]}\n{note}\n{_table(('flag', 'meaning'), rows)}")
     parts.append(THEIRS)

@@ -43,7 +43,7 @@ from slime_core.flags import flag_specs
             {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k1"},
             "--kl-loss-type k1 as a loss has a mean gradient of 0, .*; give k3 or k2, or add --use-unbiased-kl",
         ),
-        ({"use_unbiased_kl": True}, "--use-unbiased-kl is a form of the KL loss; set --use-kl-loss"),
+        ({"use_unbiased_kl": True}, "--use-unbiased-kl has no effect without --use-kl-loss; give --use-kl-loss, or"),
         (
             {"calculate_per_token_loss": True, "loss_divisor": 9.0},
             "--calculate-per-token-loss and --loss-divisor 9.0 are two denominators of the loss; give one of them",
@@ -58,7 +58,7 @@ from slime_core.flags import flag_specs
         ),
         (
             {"advantage_estimator": "cispo", "eps_clip_c": 3.0},
-            "--eps-clip-c 3.0 bounds a clipped surrogate, which cispo has not; leave it out",
+            "--eps-clip-c 3.0 has no effect with --advantage-estimator cispo; leave one of them out",
         ),
         ({"tis_clip": -1.0}, "--tis-clip -1.0 must be 0 or more"),  # the settings of its parent count too
     ],
@@ -119,7 +119,7 @@ def test_mis_settings_that_cannot_be(settings, message):
 
 
 def test_a_lower_bound_left_out_is_the_inverse_of_the_upper():
-    config = MisConfig(mis_upper_bound=4.0, mis_rs_upper_bound=1.25, mis_rs_lower_bound=0.0)
+    config = MisConfig(mis_upper_bound=4.0, mis_rs_level="token", mis_rs_upper_bound=1.25, mis_rs_lower_bound=0.0)
     assert config.bounds == (0.25, 4.0)
     assert config.rejection_bounds == (0.0, 1.25)
 
@@ -165,12 +165,21 @@ def test_opsm_takes_what_there_is():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"loss_type": "sft_loss", "use_kl_loss": True, "kl_loss_coef": 0.1}, "--use-kl-loss, --kl-loss-coef: "),
-        ({"loss_type": "rm_loss", "loss_divisor": 2.0}, "--loss-divisor: --loss-type rm_loss does not look at it"),
-        ({"dpo_beta": 0.3}, "--dpo-beta: --loss-type policy_loss does not look at it"),
-        ({"loss_type": "custom_loss"}, "--custom-loss-function-path belong together"),
-        ({"custom_loss_function_path": "a.py:b"}, "--custom-loss-function-path belong together"),
-        ({"disable_compute_advantages_and_returns": True}, "is made of advantages"),
+        (
+            {"loss_type": "sft_loss", "use_kl_loss": True, "kl_loss_coef": 0.1},
+            "--use-kl-loss, --kl-loss-coef 0.1 have no effect with --loss-type sft_loss; give --loss-type policy",
+        ),
+        (
+            {"loss_type": "rm_loss", "loss_divisor": 2.0},
+            "--loss-divisor 2.0 has no effect with --loss-type rm_loss; give",
+        ),
+        ({"dpo_beta": 0.3}, "--dpo-beta 0.3 has no effect with --loss-type policy_loss; give --loss-type dpo_loss"),
+        ({"loss_type": "custom_loss"}, "--loss-type custom_loss needs --custom-loss-function-path"),
+        (
+            {"custom_loss_function_path": "a.py:b"},
+            "no effect with --loss-type policy_loss; give --loss-type custom_loss",
+        ),
+        ({"disable_compute_advantages_and_returns": True}, "no effect with --loss-type policy_loss; leave one"),
     ],
 )
 def test_settings_of_another_loss_are_refused(settings, said):

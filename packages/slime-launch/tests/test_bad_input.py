@@ -208,7 +208,8 @@ def test_tensor_parallel_ranks_that_do_not_divide_the_model(refused, flags):
 
 
 def test_an_algorithm_without_its_parts(refused, flags, workspace):
-    assert "--critic-lr is for a critic, and there is none" in refused({**flags, "--critic-lr": "1e-5"})
+    line = refused({**flags, "--critic-lr": "1e-5"})
+    assert "--critic-lr 1e-05 has no effect with --advantage-estimator grpo" in line
     own = {"--custom-advantage-function-path": str(workspace / "none.py:fn")}
     assert "none.py:fn: " in (line := refused(flags | own))
     assert "does not load: FileNotFoundError" in line

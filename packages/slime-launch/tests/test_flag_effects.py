@@ -111,9 +111,15 @@ HOW = {
     "--lr-warmup-init": (f"{DECAYING} --lr-warmup-iters 4", "1e-5"),
     "--lr-warmup-iters": (DECAYING, "4"),
     "--lr-warmup-fraction": (DECAYING, "0.5"),
-    "--lr-decay-style": ("--lr 1e-4 --lr-decay-iters 8", "cosine"),
+    "--lr-decay-style": ("--lr 1e-4", "cosine"),
     "--lr-decay-iters": ("--lr 1e-4 --lr-decay-style linear", "6"),
     "--overlap-param-gather": ("--use-distributed-optimizer --overlap-grad-reduce on", "on"),
+    "--custom-config-path": ("--custom-generate-function-path f.py:f", None),
+    "--ref-ckpt-step": ("--ref-load dist", None),
+    "--critic-load": ("--advantage-estimator ppo", None),
+    "--critic-save": ("--advantage-estimator ppo", None),
+    "--num-critic-only-steps": ("--advantage-estimator ppo", None),
+    "--opd-teacher-load": ("--use-opd --opd-type megatron", None),
     "--critic-lr": ("--advantage-estimator ppo", "0.1"),
     "--critic-lr-warmup-iters": ("--advantage-estimator ppo", "3"),
     "--eval-interval": ("", "3"),
@@ -389,7 +395,7 @@ def test_the_first_check_of_an_engine_waits_as_long_as_given(monkeypatch):
     slot = types.SimpleNamespace(now=types.SimpleNamespace(has_no_room=False))
     monitor = types.SimpleNamespace(
         _router=types.SimpleNamespace(now=types.SimpleNamespace()), _slots=[slot], _engines=[],
-        _config=parse_train(f"{BASE} --rollout-health-check-first-wait 70".split()).engine,
+        _config=parse_train(f"{BASE} --use-fault-tolerance --rollout-health-check-first-wait 70".split()).engine,
         _thread=types.SimpleNamespace(start=lambda: None),
     )  # fmt: skip
     before = time.monotonic()

@@ -86,7 +86,7 @@ def test_epochs_count_prompts_too_and_num_rollout_counts_alone(flags, to_words):
         ("dpo_loss", PAIR | {"rejected": "2"}, {}, "are the same, so nothing is preferred"),
         ("dpo_loss", PAIR, {"--n-samples-per-prompt": "4"}, "a row makes 2 with --loss-type dpo_loss; leave it out"),
         ("sft_loss", PAIR, {}, "no field 'messages' or 'conversations'"),
-        ("sft_loss", CONVERSATION, {"--use-kl-loss": None}, "--use-kl-loss: --loss-type sft_loss does not look at it"),
+        ("sft_loss", CONVERSATION, {"--use-kl-loss": None}, "--use-kl-loss has no effect with --loss-type sft_loss"),
         ("sft_loss", CONVERSATION, {"--debug-rollout-only": None}, "--debug-rollout-only generates"),
         ("sft_loss", CONVERSATION, {"--streaming-data": None}, "rows that are trained on are read whole"),
         (
@@ -104,7 +104,7 @@ def test_epochs_count_prompts_too_and_num_rollout_counts_alone(flags, to_words):
             "makes one rollout when it is called",
         ),
         ("sft_loss", CONVERSATION, {"--rollout-function-path": "x.fully_async"}, "--async-buffer-size N does that"),
-        ("custom_loss", CONVERSATION, {}, "--custom-loss-function-path belong together"),
+        ("custom_loss", CONVERSATION, {}, "--loss-type custom_loss needs --custom-loss-function-path"),
     ],
 )
 def test_what_does_not_go_together(data_flags, to_words, loss, row, changes, message):

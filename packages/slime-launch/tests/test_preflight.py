@@ -139,7 +139,7 @@ def test_all_problems_of_a_command_are_reported_together(flags, to_words, tmp_pa
     broken.write_text("{}\n")
     flags |= {"--prompt-data": str(broken), "--rollout-top-k": "1", "--eval-interval": "2"}
     flags |= {"--load": str(tmp_path / "none"), "--custom-rm-path": "nowhere.to_be_found", "--sglang-router-port": "1"}
-    flags |= {"--min-lr": "1", "--use-unbiased-kl": None}
+    flags |= {"--min-lr": "1", "--lr-decay-style": "cosine", "--use-unbiased-kl": None}
     with pytest.raises(PreflightError) as caught:
         preflight(*read_train(to_words(flags)))
     lines = str(caught.value).splitlines()

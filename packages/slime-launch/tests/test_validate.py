@@ -140,7 +140,7 @@ def test_what_training_over_kept_tokens_cannot_have(flags, message):
         ),
         (
             {"use_rollout_routing_replay": None, "loss_type": "dpo_loss"},
-            "--loss-type dpo_loss trains on rows, which no engine made",
+            "replay has no effect, as rows of a data set are trained on as they are with --loss-type dpo_loss",
         ),
     ],
 )
@@ -176,7 +176,7 @@ def test_what_engines_split_in_two_cannot_say(flags, asked, given):
 
 def test_training_over_kept_tokens():
     check_settings(settings(rollout_top_p=0.9, rollout_top_k=40, rollout_min_p=0.05))
-    check_settings(settings(eval_top_k=1, eval_top_p=0.9))
+    check_settings(settings(eval_top_k=1, eval_top_p=0.9, eval_prompt_data="held"))
 
 
 def test_what_an_engine_lists_at_most():
@@ -223,7 +223,7 @@ def test_weights_that_are_sent_less_often_and_engines_that_are_replaced():
 
 
 def test_an_export_needs_a_checkpoint():
-    with pytest.raises(ConfigError, match=r"--save-hf .* is made of a checkpoint: give --save"):
+    with pytest.raises(ConfigError, match=r"--save-hf .* has no effect without --save; give --save"):
         check_settings(settings(save_hf="hf-{rollout_id}"))
     check_settings(settings(save_hf="hf-{rollout_id}", save="save"))
 
@@ -263,7 +263,7 @@ def test_engines_that_may_be_added_are_like_the_others_and_beside_the_trainers()
     check_settings(command)
     assert (num_engines(command), num_spare_engines(command)) == (1, 2)
     for words, problem in (
-        ([], "needs --use-fault-tolerance, which starts engines during a run; add it"),
+        ([], "--rollout-max-num-gpus 6 has no effect without --use-fault-tolerance; give --use-fault-tolerance"),
         ([healing, "--colocate"], "--colocate has both on the same GPUs"),
         ([healing, "--prefill-num-servers", "1"], "leave --sglang-config and --prefill-num-servers out"),
         ([healing, "--rollout-num-gpus", "6"], "must be --rollout-num-gpus 6 and a multiple of .* 1 more"),
@@ -274,7 +274,9 @@ def test_engines_that_may_be_added_are_like_the_others_and_beside_the_trainers()
 
 
 def test_eval_interval_needs_held_out_prompts():
-    with pytest.raises(ConfigError, match="needs held-out prompts; give --eval-prompt-data or --eval-config"):
+    with pytest.raises(
+        ConfigError, match="--eval-interval 5 has no effect without --eval-prompt-data or --eval-config; add one"
+    ):
         check_settings(settings(batch=256, eval_interval=5))
 
 
@@ -285,7 +287,7 @@ def test_distillation_needs_a_teacher_and_a_teacher_distillation():
     check_settings(settings(use_opd=None, custom_generate_function_path="own.py:sets_them"))
     with pytest.raises(ConfigError, match=r"--use-opd needs the teacher's log-probs: give --opd-type sglang and --rm-"):
         check_settings(settings(use_opd=None))
-    with pytest.raises(ConfigError, match="--opd-type sglang asks for log-probs that nothing uses; add --use-opd"):
+    with pytest.raises(ConfigError, match="--opd-type sglang have no effect without --use-opd; give --use-opd"):
         check_settings(settings(**teacher))
     in_the_trainer = {"use_opd": None, "opd_type": "megatron", "opd_teacher_load": "big"}
     check_settings(settings(**in_the_trainer))

@@ -107,7 +107,7 @@ def test_what_is_missing_is_said_at_the_start(wandb, monkeypatch, tmp_path):
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
     check_wandb(online)
     check_wandb(TrackingConfig(use_wandb=True, wandb_mode="offline"))
-    with pytest.raises(ConfigError, match="--wandb-project, --wandb-group: no effect without --use-wandb"):
+    with pytest.raises(ConfigError, match="--wandb-project p, --wandb-group g have no effect without --use-wandb"):
         TrackingConfig(wandb_project="p", wandb_group="g")
     monkeypatch.delitem(sys.modules, "wandb")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -26,7 +26,7 @@ def test_flags_carry_megatron_names_and_defaults():
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"virtual_pipeline_model_parallel_size": 2}, "there is none; give --pipeline-model-parallel-size too"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "has no effect without --pipeline-model-parallel-size; give"),
         ({"virtual_pipeline_model_parallel_size": 1}, "--virtual-pipeline-model-parallel-size 1 must be 2 or more"),
         (
             {"context_parallel_size": 2, "share_prompts": "on"},
@@ -52,7 +52,7 @@ def test_flags_carry_megatron_names_and_defaults():
             {"share_prompts": "on", "megatron_args": {"moe_aux_loss_coeff": 0.1}},
             "--share-prompts on does not work with moe_aux_loss_coeff 0.1, which counts a shared prompt once",
         ),
-        ({"recompute_modules": ("mlp",)}, "--recompute-modules needs --recompute-granularity selective"),
+        ({"recompute_modules": ("mlp",)}, "--recompute-modules mlp has no effect without --recompute-granularity sel"),
         ({"recompute_modules": ("attention",)}, "--recompute-modules attention is unknown; allowed: core_attn, mlp"),
         (
             {
@@ -77,17 +77,17 @@ def test_flags_carry_megatron_names_and_defaults():
         ({"seed": 2**32}, "--seed 4294967296"),
         ({"micro_batch_size": 0}, "--micro-batch-size 0"),
         ({"use_dynamic_batch_size": True, "max_tokens_per_gpu": 0}, "--max-tokens-per-gpu 0 must be 1 or more"),
-        ({"use_dynamic_batch_size": True}, "--max-tokens-per-gpu, its limit, go together; give both or none"),
-        ({"max_tokens_per_gpu": 4096}, "--use-dynamic-batch-size and --max-tokens-per-gpu, its limit, go together"),
+        ({"use_dynamic_batch_size": True}, "--use-dynamic-batch-size needs --max-tokens-per-gpu, its limit"),
+        ({"max_tokens_per_gpu": 4096}, "--max-tokens-per-gpu 4096 has no effect without --use-dynamic-batch-size"),
         ({"lr": -1.0}, "--lr -1.0"),
         ({"lr_decay_style": "step"}, "constant, linear, cosine"),
         ({"lr_decay_style": "cosine"}, "--lr-decay-iters"),
         ({"lr_decay_style": "linear", "lr_decay_iters": 5, "lr_warmup_iters": 5}, "less than --lr-decay-iters 5"),
         ({"min_lr": 1.0}, "above --lr"),
-        ({"save_interval": 1}, "needs --save"),
+        ({"save_interval": 1}, "--save-interval 1 has no effect without --save"),
         ({"adam_beta2": 1.0}, "--adam-beta2 1.0"),
-        ({"recompute_granularity": "full"}, "go together"),
-        ({"recompute_num_layers": 1}, "go together"),
+        ({"recompute_granularity": "full"}, "full needs --recompute-method and --recompute-num-layers"),
+        ({"recompute_num_layers": 1}, "--recompute-num-layers 1 has no effect without --recompute-granularity full"),
         (
             {
                 "recompute_activations": True,

@@ -34,10 +34,13 @@ def test_what_it_cannot(values, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"critic_lr": 1e-5}, "--critic-lr is for a critic, and there is none; add --advantage-estimator ppo"),
-        ({"num_critic_only_steps": 2}, "--num-critic-only-steps is for a critic"),
-        ({"opd_teacher_load": "big"}, "--opd-teacher-load big is the model that --use-opd distils; add that"),
-        ({"opd_teacher_ckpt_step": 3}, "--opd-teacher-ckpt-step 3 is a checkpoint in --opd-teacher-load; give that"),
+        (
+            {"critic_lr": 1e-5},
+            "--critic-lr 1e-05 has no effect with --advantage-estimator grpo; give --advantage-estimator ppo",
+        ),
+        ({"num_critic_only_steps": 2}, "--num-critic-only-steps 2 has no effect with --advantage-estimator grpo"),
+        ({"opd_teacher_load": "big"}, "--opd-teacher-load big has no effect without --use-opd; give --use-opd"),
+        ({"opd_teacher_ckpt_step": 3}, "--opd-teacher-ckpt-step 3 has no effect without --opd-teacher-load; give"),
     ],
 )
 def test_settings_of_a_role_that_is_not_needed(settings, message):

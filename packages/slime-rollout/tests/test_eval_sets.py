@@ -223,16 +223,16 @@ def test_a_set_without_the_template_has_no_arguments_for_it(sets):
         ),
         (
             {"rm_type": "remote_rm", "rm_url": "http://h", "datasets": {"a": {"path": "x", "rm_type": "remote_rm"}}},
-            "set a: rm_type remote_rm and rm_url belong together; give both or neither",
+            "set a: rm_type remote_rm needs rm_url",
         ),
         ({"datasets": {"a": {"path": "x", "rm_type": "dapo"}}}, "choose one with reward_key"),
         (
             {"datasets": {"a": {"path": "x", "group_rm": True}}},
-            "group_rm is for a custom reward function; give custom_rm_path",
+            "group_rm has no effect without custom_rm_path; give custom_rm_path",
         ),
         (
             {"datasets": {"a": {"path": "x", "apply_chat_template_kwargs": {"x": 1}}}},
-            "apply_chat_template_kwargs has no effect without apply_chat_template",
+            'apply_chat_template_kwargs {"x": 1} has no effect without apply_chat_template',
         ),
         (
             {"datasets": {"a": {"path": "x", "min_new_tokens": 9, "max_response_len": 8}}},

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slime_core.flags import Config, flag
+from slime_core.needs import LAGS, TRAINS, given, unless
 
 ESTIMATORS = ("grpo", "gspo", "cispo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo")
 """The estimators by name. A user-defined one has no name but a function: see :mod:`slime_core.ops.advantages`."""
@@ -29,30 +29,19 @@ _PAPER_BOUNDS = {
     "gspo": "--eps-clip 3e-4 --eps-clip-high 4e-4",
     "cispo": "no lower bound, --eps-clip 1, and a larger upper one, such as --eps-clip-high 4",
 }
-# What the losses on rows of a data set do not look at, and those on pairs.
-_OF_POLICY = (
-    "advantage_estimator",
-    "custom_advantage_function_path",
-    "disable_rewards_normalization",
-    "disable_grpo_std_normalization",
-    "normalize_advantages",
-    "kl_coef",
-    "use_opd",
-    "entropy_coef",
-    "use_kl_loss",
-    "kl_loss_coef",
-    "use_rollout_logprobs",
-    "keep_old_actor",
-    "use_tis",
-    "custom_tis_function_path",
-    "use_mis",
-    "use_opsm",
-    "get_mismatch_metrics",
-    "custom_pg_loss_reducer_function_path",
-)
-_OF_TOKENS = ("calculate_per_token_loss", "loss_divisor")
-_OF_DPO = ("dpo_beta", "dpo_label_smoothing", "dpo_reference_free")
+POLICY = (TRAINS, given("loss_type", "policy_loss", "custom_loss"))
+"""What flags of the policy's loss need; a custom loss may look at them."""
+ADVANTAGES = (*POLICY, unless("disable_compute_advantages_and_returns"))
+OWN_ADVANTAGES = given("custom_advantage_function_path")
+CRITIC = (*ADVANTAGES, given("advantage_estimator", "ppo"), unless("custom_advantage_function_path"))
+TOKENS = (TRAINS, given("loss_type", "policy_loss", "sft_loss", "custom_loss"))
+"""The losses that are sums over tokens."""
+RELATIVE = given("advantage_estimator", *GROUP_RELATIVE)
+DPO = (TRAINS, given("loss_type", "dpo_loss"))
 _WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+
+WEIGHED = (given("use_mis"), unless("mis_mode", "none"))
+"""What flags of weights need that are not all 1."""
 
 MIS_LEVELS = ("token", "sequence", "geometric")
 MIS_MODES = ("truncate", "clip", "mask", "none")
@@ -60,7 +49,7 @@ TIS_MODES = ("truncate", "icepop")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MisConfig(Config):
+class MisConfig(Config, needs=given("use_mis")):
     """Which importance weights :func:`slime_core.ops.mis_weights` gives, and what it rejects.
 
     Raises:
@@ -77,17 +66,20 @@ class MisConfig(Config):
         choices=MIS_MODES,
         help="weights beyond the bounds: cut at the upper one, cut at both, set to 0; or all weights 1",
     )
-    mis_upper_bound: float = flag(2.0, help="upper bound of the importance weights", above=0)
+    mis_upper_bound: float = flag(2.0, help="upper bound of the importance weights", above=0, needs=WEIGHED)
     mis_lower_bound: float | None = flag(
-        None, help="lower bound of the weights (clip, mask); 1 / --mis-upper-bound if left out", least=0
+        None,
+        help="lower bound of the weights (clip, mask); 1 / --mis-upper-bound if left out",
+        least=0,
+        needs=(given("use_mis"), given("mis_mode", "clip", "mask")),
     )
-    mis_batch_normalize: bool = flag(False, help="scale the step's weights to a mean of 1")
+    mis_batch_normalize: bool = flag(False, help="scale the step's weights to a mean of 1", needs=WEIGHED)
     mis_rs_level: str | None = flag(
         None, choices=MIS_LEVELS, help="reject what has a ratio beyond the rejection bounds, at this level"
     )
-    mis_rs_upper_bound: float = flag(2.0, help="upper rejection bound", above=0)
+    mis_rs_upper_bound: float = flag(2.0, help="upper rejection bound", above=0, needs=given("mis_rs_level"))
     mis_rs_lower_bound: float | None = flag(
-        None, help="lower rejection bound; 1 / --mis-rs-upper-bound if left out", least=0
+        None, help="lower rejection bound; 1 / --mis-rs-upper-bound if left out", least=0, needs=given("mis_rs_level")
     )
     mis_veto_threshold: float | None = flag(
         None,
@@ -115,7 +107,7 @@ class MisConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OffPolicyConfig(MisConfig):
+class OffPolicyConfig(MisConfig, needs=POLICY):
     """What is done about tokens that another policy sampled than the one that trains on them.
 
     Raises:
@@ -129,19 +121,25 @@ class OffPolicyConfig(MisConfig):
         False,
         help="compare the policy with the weights that generated each token, which the trainer keeps copies of in host "
         "memory, instead of those before the update; for asynchronous training",
+        needs=(*POLICY, LAGS),
+        harmless=True,
     )
     use_tis: bool = flag(
         False, help="multiply each token's loss by its importance weight, trainer over engine (truncated IS)"
     )
     tis_mode: str = flag(
-        "truncate", choices=TIS_MODES, help="weights beyond the bounds: cut to them, or set to 0 (IcePop)"
+        "truncate",
+        choices=TIS_MODES,
+        help="weights beyond the bounds: cut to them, or set to 0 (IcePop)",
+        needs=given("use_tis"),
     )
-    tis_clip: float = flag(2.0, help="upper bound of the importance weights", least=0)
-    tis_clip_low: float = flag(0.0, help="lower bound of the importance weights", least=0)
+    tis_clip: float = flag(2.0, help="upper bound of the importance weights", least=0, needs=given("use_tis"))
+    tis_clip_low: float = flag(0.0, help="lower bound of the importance weights", least=0, needs=given("use_tis"))
     custom_tis_function_path: str | None = flag(
         None,
         help="function of upstream's form that weighs and masks tokens in place of --tis-mode, with --use-tis",
         metavar="PATH",
+        needs=given("use_tis"),
     )
     use_mis: bool = flag(
         False, help="the same by token, sequence or geometric mean, with rejection and veto (masked IS; --mis-*)"
@@ -149,7 +147,9 @@ class OffPolicyConfig(MisConfig):
     use_opsm: bool = flag(
         False, help="leave out sequences of negative advantage that have drifted (off-policy sequence masking)"
     )
-    opsm_delta: float = flag(1e-4, unit="nats per token", help="largest drift that --use-opsm allows", least=0)
+    opsm_delta: float = flag(
+        1e-4, unit="nats per token", help="largest drift that --use-opsm allows", least=0, needs=given("use_opsm")
+    )
     get_mismatch_metrics: bool = flag(False, help="write how differently trainer and engine see the tokens, in detail")
 
     def contradictions(self) -> Iterator[str]:
@@ -157,8 +157,6 @@ class OffPolicyConfig(MisConfig):
         yield from super().contradictions()
         if self.tis_clip_low > self.tis_clip:
             yield f"--tis-clip-low {self.tis_clip_low} must be at most --tis-clip {self.tis_clip}"
-        if self.custom_tis_function_path is not None and not self.use_tis:
-            yield "--custom-tis-function-path is called by --use-tis; add that"
         if self.use_tis and self.use_mis:
             yield "--use-tis and --use-mis would weigh each token twice; give one of them"
         if self.use_rollout_logprobs and self.keep_old_actor:
@@ -179,7 +177,7 @@ class OffPolicyConfig(MisConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlgorithmConfig(OffPolicyConfig):
+class AlgorithmConfig(OffPolicyConfig, needs=POLICY):
     """How rewards become a loss.
 
     Raises:
@@ -191,29 +189,63 @@ class AlgorithmConfig(OffPolicyConfig):
         choices=LOSS_TYPES,
         help="what a step minimises: the policy gradient on generated samples; on rows of --prompt-data, the "
         "cross-entropy of conversations (sft), DPO or a reward model's loss of preference pairs; or a custom loss",
+        needs=TRAINS,
     )
     custom_loss_function_path: str | None = flag(
-        None, metavar="PATH", help="pkg.mod.fn or file.py:fn, from inputs to the loss and metrics (custom_loss)"
+        None,
+        metavar="PATH",
+        help="pkg.mod.fn or file.py:fn, from inputs to the loss and metrics (custom_loss)",
+        needs=(TRAINS, given("loss_type", "custom_loss")),
     )
     disable_compute_advantages_and_returns: bool = flag(
-        False, help="a custom loss takes no advantages; those on rows of a data set never do"
+        False,
+        help="a custom loss takes no advantages; those on rows of a data set never do",
+        needs=(TRAINS, unless("loss_type", "policy_loss")),
     )
-    advantage_estimator: str = flag("grpo", choices=ESTIMATORS, help="how rewards become advantages")
+    advantage_estimator: str = flag("grpo", choices=ESTIMATORS, help="how rewards become advantages", needs=ADVANTAGES)
     custom_advantage_function_path: str | None = flag(
-        None, metavar="PATH", help="pkg.mod.fn or file.py:fn, from inputs to advantages, in place of the estimator's"
+        None,
+        metavar="PATH",
+        help="pkg.mod.fn or file.py:fn, from inputs to advantages, in place of the estimator's",
+        needs=ADVANTAGES,
     )
-    disable_rewards_normalization: bool = flag(False, help="leave out subtracting the group's mean reward")
+    disable_rewards_normalization: bool = flag(
+        False, help="leave out subtracting the group's mean reward", needs=(*ADVANTAGES, RELATIVE), harmless=True
+    )
     disable_grpo_std_normalization: bool = flag(
-        False, help="leave out dividing by the group's standard deviation of rewards (Dr.GRPO)"
+        False,
+        help="leave out dividing by the group's standard deviation of rewards (Dr.GRPO)",
+        needs=(
+            *ADVANTAGES,
+            given("advantage_estimator", "grpo", "gspo", "cispo"),
+            unless("disable_rewards_normalization"),
+        ),
+        harmless=True,
     )
-    gamma: float = flag(1.0, help="discount of later rewards (ppo, reinforce_plus_plus)", least=0, most=1)
-    lambd: float = flag(1.0, help="lambda of generalised advantage estimation (ppo)", least=0, most=1)
+    gamma: float = flag(
+        1.0,
+        help="discount of later rewards (ppo, reinforce_plus_plus)",
+        least=0,
+        most=1,
+        needs=(*ADVANTAGES, given("advantage_estimator", "ppo", "reinforce_plus_plus") | OWN_ADVANTAGES),
+    )
+    lambd: float = flag(
+        1.0,
+        help="lambda of generalised advantage estimation (ppo)",
+        least=0,
+        most=1,
+        needs=(*ADVANTAGES, given("advantage_estimator", "ppo") | OWN_ADVANTAGES),
+    )
     normalize_advantages: bool = flag(
-        False, help="whiten advantages over all trained tokens of a rollout; REINFORCE++ asks for it"
+        False, help="whiten advantages over all trained tokens of a rollout; REINFORCE++ asks for it", needs=ADVANTAGES
     )
-    kl_coef: float = flag(0.0, help="coefficient of the KL penalty in the reward, for every estimator", least=0)
-    use_opd: bool = flag(False, help="on-policy distillation: add the teacher's log-probs to the advantages")
-    opd_kl_coef: float = flag(1.0, help="weight of on-policy distillation", least=0)
+    kl_coef: float = flag(
+        0.0, help="coefficient of the KL penalty in the reward, for every estimator", least=0, needs=ADVANTAGES
+    )
+    use_opd: bool = flag(
+        False, help="on-policy distillation: add the teacher's log-probs to the advantages", needs=ADVANTAGES[1:]
+    )
+    opd_kl_coef: float = flag(1.0, help="weight of on-policy distillation", least=0, needs=(TRAINS, given("use_opd")))
     eps_clip: float = flag(
         0.2, help="lower clip range of the policy ratio; the upper one too unless --eps-clip-high is given", least=0
     )
@@ -223,17 +255,28 @@ class AlgorithmConfig(OffPolicyConfig):
         help="most that a token of negative advantage loses, in units of it; above 1 (dual clip)",
         above=1,
         advice="3 is usual",
+        needs=(*POLICY, unless("advantage_estimator", "cispo")),
     )
-    value_clip: float = flag(0.2, help="how far a critic's value may move from the old one (ppo)", least=0)
+    value_clip: float = flag(
+        0.2, help="how far a critic's value may move from the old one (ppo)", least=0, needs=CRITIC
+    )
     entropy_coef: float = flag(0.0, help="coefficient of the entropy bonus in the loss")
     use_kl_loss: bool = flag(False, help="add the KL divergence to the reference model to the loss")
-    kl_loss_coef: float = flag(0.0, help="coefficient of the KL loss", least=0)
+    kl_loss_coef: float = flag(0.0, help="coefficient of the KL loss", least=0, needs=given("use_kl_loss"))
     kl_loss_type: str | None = flag(
-        None, choices=KL_LOSS_TYPES, help="estimator of the KL divergence; unset: k3 in the loss, k1 in the reward"
+        None,
+        choices=KL_LOSS_TYPES,
+        help="estimator of the KL divergence; unset: k3 in the loss, k1 in the reward",
+        needs=given("use_kl_loss") | given("kl_coef"),
+        harmless=True,
     )
-    use_unbiased_kl: bool = flag(False, help="multiply the KL loss by the policy ratio, so that its gradient is right")
+    use_unbiased_kl: bool = flag(
+        False,
+        help="multiply the KL loss by the policy ratio, so that its gradient is right",
+        needs=given("use_kl_loss"),
+    )
     calculate_per_token_loss: bool = flag(
-        False, help="average the loss over all tokens of the step instead of over samples"
+        False, help="average the loss over all tokens of the step instead of over samples", needs=TOKENS
     )
     loss_divisor: float | None = flag(
         None,
@@ -241,22 +284,33 @@ class AlgorithmConfig(OffPolicyConfig):
         help="divide each sample's summed loss by this instead of its length (Dr.GRPO)",
         above=0,
         advice="the largest response length is usual",
+        needs=TOKENS,
     )
     custom_pg_loss_reducer_function_path: str | None = flag(
         None,
         help="function of upstream's form that sums the policy loss over the tokens in place of the mean over samples",
         metavar="PATH",
     )
-    dpo_beta: float = flag(0.1, help="what a departure from the reference costs (DPO)", above=0)
-    dpo_label_smoothing: float = flag(
-        0.0, help="probability that a preference is the wrong way round (conservative DPO)", least=0, below=0.5
+    dpo_beta: float = flag(
+        0.1,
+        help="what a departure from the reference costs (DPO)",
+        above=0,
+        needs=DPO,
     )
-    dpo_reference_free: bool = flag(False, help="leave the reference model out of DPO")
+    dpo_label_smoothing: float = flag(
+        0.0,
+        help="probability that a preference is the wrong way round (conservative DPO)",
+        least=0,
+        below=0.5,
+        needs=DPO,
+    )
+    dpo_reference_free: bool = flag(False, help="leave the reference model out of DPO", needs=DPO)
 
     def contradictions(self) -> Iterator[str]:
         """Settings that need, repeat or undo each other."""
         yield from super().contradictions()
-        yield from self._of_other_losses()
+        if self.loss_type == "custom_loss" and self.custom_loss_function_path is None:
+            yield "--loss-type custom_loss needs --custom-loss-function-path, the loss; add that"
         if self.advantage_estimator in _WHITENED and not self.normalize_advantages:
             yield (
                 f"--advantage-estimator {self.advantage_estimator} is defined with whitened advantages; "
@@ -272,8 +326,6 @@ class AlgorithmConfig(OffPolicyConfig):
                 "--kl-loss-type k1 as a loss has a mean gradient of 0, and so holds the policy nowhere; give k3 or k2, "
                 "or add --use-unbiased-kl"
             )
-        if self.use_unbiased_kl and not self.use_kl_loss:
-            yield "--use-unbiased-kl is a form of the KL loss; set --use-kl-loss"
         if self.calculate_per_token_loss and self.loss_divisor is not None:
             yield (
                 f"--calculate-per-token-loss and --loss-divisor {self.loss_divisor} are two denominators of the loss; "
@@ -283,24 +335,6 @@ class AlgorithmConfig(OffPolicyConfig):
             yield (
                 f"--custom-pg-loss-reducer-function-path and --loss-divisor {self.loss_divisor} both say how the "
                 "policy loss is summed; give one of them"
-            )
-        if self.eps_clip_c is not None and self.advantage_estimator == "cispo":
-            yield (f"--eps-clip-c {self.eps_clip_c} bounds a clipped surrogate, which cispo has not; leave it out")
-
-    def _of_other_losses(self) -> Iterator[str]:
-        """Settings of another loss than ``--loss-type``'s."""
-        loss, defaults = self.loss_type, {field.name: field.default for field in dataclasses.fields(self)}
-        unused: tuple[str, ...] = _OF_POLICY if loss in DATA_LOSSES else ()
-        unused += _OF_TOKENS if loss in PAIR_LOSSES else ()
-        unused += _OF_DPO if loss != "dpo_loss" else ()
-        if given := [name for name in unused if getattr(self, name) != defaults[name]]:
-            names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-            yield f"{names}: --loss-type {loss} does not look at {'it' if len(given) == 1 else 'them'}; leave out"
-        if (loss == "custom_loss") != (self.custom_loss_function_path is not None):
-            yield "--loss-type custom_loss and --custom-loss-function-path belong together; give both or neither"
-        if loss == "policy_loss" and self.disable_compute_advantages_and_returns:
-            yield (
-                "--disable-compute-advantages-and-returns: --loss-type policy_loss is made of advantages; leave it out"
             )
 
     @property

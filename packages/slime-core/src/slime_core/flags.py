@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import inspect
 import math
 import types
 import typing
 from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from slime_core.errors import ConfigError
+from slime_core.needs import Need, as_needs, refusals, without_effect
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,8 @@ class FlagSpec:
         range: Which numbers are allowed.
         may_change: Whether it may differ when a run is continued.
         bare: Value when the flag is given without one; ``None`` if it needs one.
+        needs: What it has no effect without, all of it; ``()`` if it always has one, ``None`` where nobody said.
+        harmless: Whether what it asks for is so anyway where it has no effect.
     """
 
     name: str
@@ -80,6 +84,8 @@ class FlagSpec:
     range: Range = Range()
     may_change: bool = False
     bare: str | None = None
+    needs: tuple[Need, ...] | None = None
+    harmless: bool = False
 
     @property
     def is_switch(self) -> bool:
@@ -106,7 +112,10 @@ _COLLECTED: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("c
 
 @contextlib.contextmanager
 def collected_problems() -> Iterator[list[str]]:
-    """Within the block a config with invalid values is made all the same; what is wrong is added to the list."""
+    """Within the block a config with invalid values is made all the same; what is wrong is added to the list.
+
+    What flags need is not looked at there: who collects knows more, such as which of them were given.
+    """
     found: list[str] = []
     token = _COLLECTED.set(found)
     try:
@@ -116,7 +125,16 @@ def collected_problems() -> Iterator[list[str]]:
 
 
 class Config:
-    """Base of frozen config dataclasses: whoever has one has one that was checked."""
+    """Base of frozen config dataclasses: whoever has one has one that was checked.
+
+    ``class RunConfig(Config, needs=…)`` says what each flag of the class needs that has no ``needs`` of its own.
+    """
+
+    _needs: ClassVar[tuple[Need, ...] | None] = None
+
+    def __init_subclass__(cls, needs: Need | Sequence[Need] | None = None, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        cls._needs = as_needs(needs)
 
     def __post_init__(self) -> None:
         """Check every value by its flag, and then how they go together.
@@ -128,6 +146,9 @@ class Config:
         problems = [spec.problem(values[spec.dest]) for spec in flag_specs(type(self)) if spec.dest in values]
         found = [problem for problem in problems if problem is not None] or list(self.contradictions())
         collected = _COLLECTED.get()
+        if collected is None and not any(problems):
+            specs = {spec.dest: spec for spec in flag_specs(type(self))}
+            found += refusals(specs, flag_values(self))
         if found and collected is None:
             raise ConfigError("\n".join(found))
         if collected is not None:
@@ -159,6 +180,19 @@ class Config:
         """The same with other values of some fields, also of those in records inside it."""
         return self.of(**_all_values(self) | values)
 
+    def adapted(self, **values: Any) -> Self:
+        """The same with other values of some flags, and defaults where a flag has no effect beside these."""
+        specs = {spec.dest: spec for spec in flag_specs(type(self))}
+        found = flag_values(self) | values
+        while idle := [
+            spec
+            for some in without_effect(specs, found, specs).values()
+            for spec in some
+            if found[spec.dest] != spec.default
+        ]:
+            found |= {spec.dest: spec.default for spec in idle}
+        return self.changed(**found)
+
 
 def flag(
     default: Any = dataclasses.MISSING,
@@ -175,6 +209,8 @@ def flag(
     advice: str = "",
     may_change: bool = False,
     bare: str | None = None,
+    needs: Need | Sequence[Need] | None = None,
+    harmless: bool = False,
 ) -> Any:
     """A dataclass field that is also a flag.
 
@@ -192,6 +228,8 @@ def flag(
         advice: What to give instead of a number out of range or another value than the choices, or why.
         may_change: Whether a run may be continued with another value: what the run is does not depend on it.
         bare: Value when the flag is given without one.
+        needs: What the flag has no effect without, of `slime_core.needs`; ``()`` for nothing.
+        harmless: Whether what it asks for is so anyway where it has no effect, so that this is said, not refused.
     """
     allowed = Range(least=least, above=above, most=most, below=below, advice=advice)
     metadata = {
@@ -203,6 +241,8 @@ def flag(
         "range": allowed,
         "may_change": may_change,
         "bare": bare,
+        "needs": as_needs(needs),
+        "harmless": harmless,
     }
     return dataclasses.field(default=default, metadata={"flag": metadata})
 
@@ -244,10 +284,18 @@ def flag_specs(config: type[Any]) -> tuple[FlagSpec, ...]:
             type=item,
             default=field.default,
             nargs=nargs,
-            **{key: meta[key] for key in ("help", "unit", "choices", "metavar", "range", "may_change", "bare")},
+            **{key: value for key, value in meta.items() if key not in ("name", "needs")},
+            needs=_needs_of_class(config, field.name) if meta["needs"] is None else meta["needs"],
         )
         specs.append(spec)
     return _SPECS.setdefault(config, tuple(specs))
+
+
+def _needs_of_class(config: type[Any], name: str) -> tuple[Need, ...] | None:
+    """What flags of the class that defines a field need."""
+    found = next(base for base in config.__mro__ if name in inspect.get_annotations(base))
+    needs: tuple[Need, ...] | None = getattr(found, "_needs", None)
+    return needs
 
 
 def flag_values(config: Config) -> dict[str, Any]:

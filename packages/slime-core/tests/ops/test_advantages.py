@@ -122,9 +122,8 @@ def found(estimator, kl_coef=0.5, whitened=False, **change):
     """What an estimator makes of the inputs, by way of the settings; the reference is such that k1 is the KL."""
     given = {"rewards_N": REWARDS, "mask_T": MASK, "lengths": SPANS, "old_log_probs_T": KL, "values_T": VALUES}
     given = {**given, "ref_log_probs_T": torch.zeros_like(KL), **change}
-    config = AlgorithmConfig(
-        kl_coef=kl_coef, normalize_advantages=whitened, use_opd="teacher_log_probs_T" in change, opd_kl_coef=0.1
-    )
+    distilled = {"use_opd": True, "opd_kl_coef": 0.1} if "teacher_log_probs_T" in change else {}
+    config = AlgorithmConfig(kl_coef=kl_coef, normalize_advantages=whitened, **distilled)
     return policy_advantages(config, **given, estimator=estimator)
 
 

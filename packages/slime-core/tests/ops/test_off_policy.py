@@ -157,7 +157,7 @@ def mis_by_the_paper(batch, config):
 
 
 CONFIGS = st.builds(
-    MisConfig,
+    MisConfig().adapted,
     mis_level=st.sampled_from(MIS_LEVELS),
     mis_mode=st.sampled_from(MIS_MODES),
     mis_upper_bound=st.sampled_from([1.1, 2.0]),
@@ -345,7 +345,7 @@ def test_huge_and_tiny_ratios_stay_finite(mode, level, dtype):
         "train_log_probs_T": train, "rollout_log_probs_T": torch.zeros_like(train), "mask_T": torch.ones(len(train)),
         "weights_T": torch.full((len(train),), 1 / len(train)), "lengths": [2] * len(HUGE),
     }  # fmt: skip
-    config = MisConfig(
+    config = MisConfig().adapted(
         mis_level=level, mis_mode=mode, mis_rs_level=level, mis_rs_upper_bound=1e30, mis_rs_lower_bound=0.0,
         mis_upper_bound=1e30, mis_lower_bound=0.0, mis_batch_normalize=True, mis_veto_threshold=1e-6,
     )  # fmt: skip
@@ -464,5 +464,5 @@ def test_what_a_function_of_the_users_may_not_return(tmp_path, name, message):
 
 
 def test_a_function_of_the_users_needs_tis():
-    with pytest.raises(ConfigError, match="is called by --use-tis; add that"):
+    with pytest.raises(ConfigError, match="truncate has no effect without --use-tis; give --use-tis"):
         AlgorithmConfig(custom_tis_function_path="own.py:truncate")

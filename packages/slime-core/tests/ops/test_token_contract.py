@@ -174,8 +174,8 @@ CONSTANTS = {
     **{
         f"mis_weights, {level} {mode}": mis(
             MisConfig(
-                mis_level=level, mis_mode=mode, mis_upper_bound=1e30, mis_batch_normalize=True,
-                mis_rs_level=level, mis_rs_upper_bound=3.0, mis_veto_threshold=1e-3,
+                mis_level=level, mis_mode=mode, mis_rs_level=level, mis_rs_upper_bound=3.0, mis_veto_threshold=1e-3,
+                **({} if mode == "none" else {"mis_upper_bound": 1e30, "mis_batch_normalize": True}),
             )
         )
         for level in MIS_LEVELS

@@ -8,19 +8,24 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slime_core.config import AlgorithmConfig
+from slime_core.config import POLICY, AlgorithmConfig
 from slime_core.flags import Config, flag, flag_specs, flag_values, template_problem
+from slime_core.needs import GENERATES, SAMPLES, TRAINERS, UPDATES, given
 from slime_launch.redact import HIDDEN, without_secrets
 from slime_megatron.config import MegatronConfig
 from slime_rollout.config import SFT_ROLLOUT, RolloutConfig
 from slime_rollout.engine.config import API_KEY, EngineConfig
+from slime_rollout.hook_config import HELD_OUT
 
 if TYPE_CHECKING:  # a third of what --help would take
     from slime_rollout.data_service import Rows
 
+SIDE_BY_SIDE = (GENERATES, TRAINERS)
+"""What hands memory over, or over to, has both halves."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterConfig(Config):
+class ClusterConfig(Config, needs=()):
     """How many workers the run has and where Ray finds room for them.
 
     On a machine without CUDA a "GPU" is a CPU worker process.
@@ -39,6 +44,8 @@ class ClusterConfig(Config):
         help="GPUs that generate; with --colocate as many as train, unless given",
         least=1,
         may_change=True,
+        needs=GENERATES,
+        harmless=True,
     )
     rollout_max_num_gpus: int | None = flag(
         None,
@@ -47,25 +54,49 @@ class ClusterConfig(Config):
         "room for them; needs --use-fault-tolerance",
         least=1,
         may_change=True,
+        needs=(GENERATES, given("use_fault_tolerance")),
     )
     train_env_vars: str | None = flag(
         None,
         metavar="JSON",
         help='environment variables of the trainer ranks alone, such as {"NCCL_DEBUG": "WARN"}',
         may_change=True,
+        needs=TRAINERS,
     )
-    colocate: bool = flag(False, help="trainer and engines take turns on the same GPUs", may_change=True)
+    colocate: bool = flag(
+        False, help="trainer and engines take turns on the same GPUs", may_change=True, needs=GENERATES, harmless=True
+    )
     offload_train: bool = flag(
         False,
         help="trainers give weights, gradients and optimizer state back while engines generate; so with --colocate",
         may_change=True,
+        needs=SIDE_BY_SIDE,
+        harmless=True,
     )
-    no_offload_train: bool = flag(False, help="trainers keep their memory, also with --colocate", may_change=True)
+    no_offload_train: bool = flag(
+        False,
+        help="trainers keep their memory, also with --colocate",
+        may_change=True,
+        needs=(*SIDE_BY_SIDE, given("colocate")),
+        harmless=True,
+    )
     offload_rollout: bool = flag(
-        False, help="engines give weights and KV cache back while trainers work; so with --colocate", may_change=True
+        False,
+        help="engines give weights and KV cache back while trainers work; so with --colocate",
+        may_change=True,
+        needs=SIDE_BY_SIDE,
+        harmless=True,
     )
-    no_offload_rollout: bool = flag(False, help="engines keep their memory, also with --colocate", may_change=True)
-    offload: bool = flag(False, help="--offload-train and --offload-rollout", may_change=True)
+    no_offload_rollout: bool = flag(
+        False,
+        help="engines keep their memory, also with --colocate",
+        may_change=True,
+        needs=(*SIDE_BY_SIDE, given("colocate")),
+        harmless=True,
+    )
+    offload: bool = flag(
+        False, help="--offload-train and --offload-rollout", may_change=True, needs=SIDE_BY_SIDE, harmless=True
+    )
     ray_placement_timeout: float = flag(
         120.0, unit="seconds", help="longest wait for room on the Ray cluster", above=0, may_change=True
     )
@@ -75,6 +106,7 @@ class ClusterConfig(Config):
         "hangs, before the run fails; 0 ends the run at once",
         least=0,
         may_change=True,
+        needs=(TRAINERS, given("save")),
     )
     ray_object_store_memory: int = flag(
         256 * 2**20,
@@ -135,7 +167,7 @@ class ClusterConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(Config):
+class RunConfig(Config, needs=()):
     """How long the run is, when it evaluates and where it writes.
 
     Raises:
@@ -163,13 +195,14 @@ class RunConfig(Config):
         may_change=True,
     )
     num_steps_per_rollout: int = flag(
-        1, unit="steps", help="optimizer steps that train on one rollout, in order", least=1
+        1, unit="steps", help="optimizer steps that train on one rollout, in order", least=1, needs=UPDATES
     )
     megatron_config_path: str | None = flag(
         None,
         metavar="FILE",
         help="YAML file with settings of the actor or the critic that differ from the flags: "
         "`megatron: [{role: critic, overrides: {lr: 1e-5}}]`",
+        needs=TRAINERS,
     )
     eval_interval: int | None = flag(
         None,
@@ -177,6 +210,7 @@ class RunConfig(Config):
         help="rollouts between two evaluations; first and last only unless given",
         least=1,
         may_change=True,
+        needs=HELD_OUT,
     )
     stall_timeout: float = flag(
         3600.0,
@@ -187,7 +221,7 @@ class RunConfig(Config):
         may_change=True,
     )
     skip_eval_before_train: bool = flag(
-        False, help="leave out the evaluation before the first rollout", may_change=True
+        False, help="leave out the evaluation before the first rollout", may_change=True, needs=HELD_OUT
     )
     output_dir: str | None = flag(
         None,
@@ -227,7 +261,10 @@ class RunConfig(Config):
         may_change=True,
     )
     keep_rollouts: bool = flag(
-        False, help="keep the file of every rollout, not only of those since the last checkpoint", may_change=True
+        False,
+        help="keep the file of every rollout, not only of those since the last checkpoint",
+        may_change=True,
+        needs=(UPDATES, given("save")),
     )
     max_checkpoints_kept: int | None = flag(
         None,
@@ -235,12 +272,14 @@ class RunConfig(Config):
         help="newest checkpoints that --save keeps; all unless given",
         least=1,
         may_change=True,
+        needs=(UPDATES, given("save")),
     )
     save_hf: str | None = flag(
         None,
         metavar="TEMPLATE",
         help="directory, with {rollout_id} in its name, that each checkpoint is exported to as a Hugging Face model",
         may_change=True,
+        needs=(UPDATES, given("save")),
     )
     max_logprob_drift: float | None = flag(
         None,
@@ -249,15 +288,17 @@ class RunConfig(Config):
         "train/train_rollout_logprob_abs_diff has; beyond it the run ends",
         above=0,
         may_change=True,
+        needs=(SAMPLES, *POLICY),
     )
     logprob_drift_action: str = flag(
         "stop",
         choices=("stop", "warn"),
         help="what follows on a distance beyond --max-logprob-drift: the run ends, or says so and goes on",
         may_change=True,
+        needs=given("max_logprob_drift"),
     )
     log_passrate: bool = flag(
-        False, help="track pass@1, pass@2, pass@4 … of the samples that are trained on", may_change=True
+        False, help="track pass@1, pass@2, pass@4 … of the samples that are trained on", may_change=True, needs=SAMPLES
     )
     disable_tensorboard: bool = flag(
         False, help="write no TensorBoard files; metrics.jsonl is always written", may_change=True
@@ -267,8 +308,6 @@ class RunConfig(Config):
         """Settings of debugging that need each other."""
         if self.num_rollout is None and self.num_epoch is None:
             yield "missing --num-rollout, or --num-epoch; see --help"
-        if self.logprob_drift_action != "stop" and self.max_logprob_drift is None:
-            yield f"--logprob-drift-action {self.logprob_drift_action} needs --max-logprob-drift, its limit; add that"
         if self.debug_rollout_only and (self.debug_train_only or self.load_debug_rollout_data is not None):
             other = "--debug-train-only" if self.debug_train_only else "--load-debug-rollout-data"
             yield f"--debug-rollout-only trains nothing and {other} generates nothing; give one of them"
@@ -279,10 +318,12 @@ class RunConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrackingConfig(Config):
+class TrackingConfig(Config, needs=given("use_wandb")):
     """Weights & Biases beside ``metrics.jsonl`` and TensorBoard. ``wandb_key`` is never held: see `wandb_run`."""
 
-    use_wandb: bool = flag(False, help="track in Weights & Biases, too; needs the package wandb", may_change=True)
+    use_wandb: bool = flag(
+        False, help="track in Weights & Biases, too; needs the package wandb", may_change=True, needs=()
+    )
     wandb_mode: str = flag(
         "online", choices=("online", "offline", "disabled"), help="send metrics, or write files alone", may_change=True
     )
@@ -301,18 +342,14 @@ class TrackingConfig(Config):
     )
     wandb_run_id: str | None = flag(None, help="run in W&B to go on in", may_change=True)
     disable_wandb_random_suffix: bool = flag(
-        False, help="take --wandb-group as it is, without random letters at its end", may_change=True
+        False,
+        help="take --wandb-group as it is, without random letters at its end",
+        may_change=True,
+        needs=given("wandb_group"),
     )
     wandb_always_use_train_step: bool = flag(
         False, help="draw curves of rollouts and evaluations over optimizer steps", may_change=True
     )
-
-    def contradictions(self) -> Iterator[str]:
-        """Settings of W&B without it."""
-        names = ("wandb_project", "wandb_group", "wandb_team", "wandb_host", "wandb_dir", "wandb_run_id")
-        given = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
-        if given and not self.use_wandb:
-            yield f"{', '.join(given)}: no effect without --use-wandb; add it, or leave them out"
 
 
 CONFIGS: dict[str, type[Any]] = {

@@ -19,6 +19,7 @@ from slime_launch.config_file import with_config
 from slime_launch.derived import derived_values
 from slime_launch.devices import run_device
 from slime_launch.errors import FlagError, about_read
+from slime_launch.idle import idle_problems
 from slime_launch.megatron_flags import answered, megatron_groups, megatron_help
 from slime_launch.parser import FlagGroup, build_parser, parse_all, without
 from slime_launch.translate import items, translate_upstream
@@ -105,13 +106,13 @@ def _read(argv: Sequence[str], *, on_gpu: bool | None, elsewhere: bool) -> tuple
     megatrons = answered(translated.words, known)
     found = parse_all(groups, parser, megatrons.words, [*refused, *translated.problems, *megatrons.problems])
     given = found.given
-    hide_key(given)
     from_file = {item.name for item in items(translate_upstream(expanded.from_file, known).words)}
     origins = {
         spec.dest: "config file" if name in from_file else "command line"
         for name, spec in known.items()
         if spec.dest in given
     }
+    hide_key(given)
     given |= {
         spec.dest: spec.type(1 if spec.type in (int, float) else "(not given)")
         for spec in known.values()
@@ -125,7 +126,7 @@ def _read(argv: Sequence[str], *, on_gpu: bool | None, elsewhere: bool) -> tuple
     notes = (*([f"no effect here: {', '.join(unused)}"] if unused else []), *translated.notes)
     unread = _with_followers(found.unread, given)
     settings = Settings(shape=shape, notes=notes, origins=origins, unread=unread, **configs)
-    return settings, found.problems, about_read(contradictions, unread)
+    return settings, found.problems, about_read([*contradictions, *idle_problems(settings)], unread)
 
 
 def _configs(given: Mapping[str, Any], groups: Sequence[FlagGroup], as_given: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,65 +1,81 @@
-"""Flags that were given and have no effect in a run of this kind. They may stand in a command: one more flag makes it
-another kind of run, such as `--debug-rollout-only`. What they are is said at start.
+"""Flags that were given and have no effect in this run, by the rows beside their definitions (`slime_core.needs`).
+
+They are refused, or named in a line where nothing is lost: the value asks for nothing, what it asks for is so anyway,
+or one more flag has made another kind of run of the command, such as ``--debug-rollout-only``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import NamedTuple
 
-from slime_core.config import AlgorithmConfig
-from slime_core.flags import flag_specs
-from slime_launch.config import Settings
-from slime_megatron.config import MegatronConfig
-from slime_rollout.config import EvalConfig
-from slime_rollout.engine.config import EngineConfig, WeightSyncConfig
-
-_GENERATION = frozenset(
-    (
-        *("colocate", "rollout_num_gpus", "rollout_max_num_gpus", "custom_generate_function_path"),
-        *("custom_generate_timeout", "max_turns", "rollout_stop"),
-        *("rollout_stop_token_ids", "rollout_concurrency", "rollout_request_timeout"),
-        *("over_sampling_batch_size", "dynamic_sampling_filter_path", "dynamic_sampling_max_prompts"),
-        *("partial_rollout", "mask_offpolicy_in_partial_rollout", "async_buffer_size"),
-        *("max_weight_staleness", "update_weights_interval"),
-    )
-)
-_EVALUATION = frozenset({"eval_interval", "skip_eval_before_train"})
-_OF_ALL = frozenset({"bf16", "fp32", "seed", "save", "load", "ref_load"})
-"""Flags of the trainer that engines or checkpoints also go by, or of which something else is said."""
+from slime_core import needs
+from slime_core.flags import FlagSpec, flag_specs
+from slime_core.needs import Need
+from slime_launch.config import CONFIGS, Settings
 
 
-def idle_flags(settings: Settings) -> Iterator[tuple[str, list[str]]]:
-    """Why flags that were given have no effect, and which."""
-    # Held-out rows are scored by the loss itself.
-    untrained = not settings.trains or (settings.only_evaluates and settings.rows is None)
-    parts: list[tuple[bool, str, frozenset[str]]] = [
-        (not settings.generates, "nothing is generated", _GENERATION | _dests(EngineConfig)),
-        (settings.is_recorded, "held-out prompts are not scored", _EVALUATION | _dests(EvalConfig)),
-        (
-            untrained,
-            "nothing is trained",
-            _dests(AlgorithmConfig) - {"use_opd"}
-            | {"rollout_data_postprocess_path", "max_logprob_drift", "logprob_drift_action"},
-        ),
-        (
-            not settings.rollout.may_lag,
-            "all tokens are of the weights that train on them",
-            frozenset({"keep_old_actor"}),
-        ),
-        (not settings.trains, "there are no trainers", _dests(MegatronConfig) | _dests(WeightSyncConfig)),
-        (
-            settings.only_evaluates or settings.run.debug_rollout_only,
-            "weights stay as they are",
-            frozenset({"update_weights_interval", "num_steps_per_rollout", "save_hf", "async_save", "no_async_save"}),
-        ),
+class Lack(NamedTuple):
+    """Why the run is not of a kind: ``because`` of which flag, or as a ``mode`` of a command that else is one."""
+
+    because: str = ""
+    mode: bool = True
+
+
+def idle_notes(settings: Settings) -> list[str]:
+    """The flags without effect of which nothing is lost, a line for each reason."""
+    values = settings.flags()
+    return [
+        needs.note(need, idle, values)
+        for need, specs in _idle(settings).items()
+        if (idle := [spec for spec in specs if not _is_refused(spec, need, settings)])
     ]
-    said: set[str] = set(_OF_ALL)
-    for is_so, why, dests in parts:
-        if is_so and (given := [dest for dest in settings.origins if dest in dests - said]):
-            said.update(given)
-            yield why, [f"--{dest.replace('_', '-')}" for dest in given]
 
 
-def _dests(config: type[Any]) -> frozenset[str]:
-    return frozenset(spec.dest for spec in flag_specs(config))
+def idle_problems(settings: Settings) -> Iterator[str]:
+    """The other flags without effect, a line for each reason."""
+    values, lacks = settings.flags(), missing_kinds(settings)
+    for need, specs in _idle(settings).items():
+        if idle := [spec for spec in specs if _is_refused(spec, need, settings)]:
+            because = lacks[need.kind.name].because if need.kind is not None else ""
+            yield needs.refusal(need, idle, values, because)
+
+
+def missing_kinds(settings: Settings) -> dict[str, Lack]:
+    """The kinds that the run is not of, by name, and why."""
+    loss, function = settings.algorithm.loss_type, settings.rollout.sampling.rollout_function_path
+    on_rows = Lack(
+        f"--loss-type {loss}" if settings.algorithm.on_data else f"--rollout-function-path {function}",
+        mode=False,
+    )
+    by_mode, rows = Lack(), settings.rows is not None
+    evaluates = settings.only_evaluates or settings.run.debug_rollout_only
+    # Held-out rows are scored by the loss itself.
+    untrained = not settings.trains or (settings.only_evaluates and not rows)
+    lacks: dict[Need, Lack | None] = {
+        needs.GENERATES: on_rows if rows else None if settings.generates else by_mode,
+        needs.SAMPLES: on_rows if rows else None,
+        needs.SCORES: by_mode if settings.is_recorded else None,
+        needs.TRAINS: by_mode if untrained else None,
+        needs.LAGS: None if settings.rollout.may_lag else by_mode,
+        needs.TRAINERS: None if settings.trains else by_mode,
+        needs.UPDATES: by_mode if evaluates else None,
+    }
+    return {str(need.kind): lack for need, lack in lacks.items() if lack is not None}
+
+
+def _specs() -> dict[str, FlagSpec]:
+    return {spec.dest: spec for config in CONFIGS.values() for spec in flag_specs(config)}
+
+
+def _idle(settings: Settings) -> dict[Need, list[FlagSpec]]:
+    """The flags that were given and have no effect, by what is missing; kinds of runs first, in their order."""
+    kinds = list(missing_kinds(settings))
+    found = needs.without_effect(_specs(), settings.flags(), settings.origins, kinds)
+    order = {name: place for place, name in enumerate(kinds)}
+    return dict(sorted(found.items(), key=lambda item: order.get(str(item[0].kind), len(order))))
+
+
+def _is_refused(spec: FlagSpec, need: Need, settings: Settings) -> bool:
+    by_mode = need.kind is not None and missing_kinds(settings)[need.kind.name].mode
+    return not by_mode and not spec.harmless and needs.asks(spec, settings.flags()[spec.dest])

@@ -6,9 +6,11 @@ import argparse
 import dataclasses
 import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from slime_core.flags import FlagSpec
+from slime_core.needs import shown_needs
 from slime_launch.answers import flag_line, foreign_answer, upstream_answer
 from slime_launch.errors import FlagError
 
@@ -52,10 +54,12 @@ def build_parser(
         argument_default=argparse.SUPPRESS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    groups = list(groups)
+    known = {spec.dest: spec for group in groups for spec in group.flags}
     for group in groups:
         section = parser.add_argument_group(group.title, group.description or None)
         for spec in group.flags:
-            _add(section, spec, hidden=group.hidden)
+            _add(section, spec, known, hidden=group.hidden)
     return parser
 
 
@@ -153,9 +157,10 @@ def without(argv: Sequence[str], names: Collection[str]) -> list[str]:
     return kept
 
 
-def help_line(spec: FlagSpec) -> str:
-    """What ``--help`` says about one flag: text, unit, default."""
+def help_line(spec: FlagSpec, known: Mapping[str, FlagSpec] = MappingProxyType({})) -> str:
+    """What ``--help`` says about one flag: text, unit, which of the ``known`` ones (by ``dest``) it needs, default."""
     facts = [spec.unit] if spec.unit else []
+    facts += shown_needs(spec, known)
     if spec.default is dataclasses.MISSING:
         facts.append("required")
     elif not spec.is_switch and spec.default is not None and spec.default != ():
@@ -163,8 +168,8 @@ def help_line(spec: FlagSpec) -> str:
     return f"{spec.help} [{'; '.join(facts)}]" if facts else spec.help
 
 
-def _add(section: argparse._ArgumentGroup, spec: FlagSpec, *, hidden: bool) -> None:
-    text = argparse.SUPPRESS if hidden else help_line(spec).replace("%", "%%")
+def _add(section: argparse._ArgumentGroup, spec: FlagSpec, known: Mapping[str, FlagSpec], *, hidden: bool) -> None:
+    text = argparse.SUPPRESS if hidden else help_line(spec, known).replace("%", "%%")
     if spec.is_switch:
         section.add_argument(spec.name, dest=spec.dest, action="store_true", help=text)
         return

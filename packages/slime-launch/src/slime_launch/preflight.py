@@ -14,6 +14,7 @@ from slime_convert.formats.hf import open_model
 from slime_convert.mapping import WeightMap
 from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError, DataError
+from slime_core.flags import collected_problems
 from slime_core.schedule import check_pairs
 from slime_core.types import RolloutColumns
 from slime_launch.config import Settings
@@ -280,8 +281,10 @@ def without_checkpoints(settings: Settings) -> Settings:
     if settings.trains and not settings.only_evaluates:
         return settings
     run, megatron = settings.run, settings.megatron
-    without = dataclasses.replace(megatron, save=None, save_interval=None)
-    return dataclasses.replace(settings, run=dataclasses.replace(run, save_hf=None), megatron=without)
+    with collected_problems():  # what is wrong with other values is reported with everything else
+        megatron = megatron.adapted(save=None, save_interval=None)
+        run = dataclasses.replace(run, save_hf=None)
+    return dataclasses.replace(settings, run=run, megatron=megatron)
 
 
 def with_output(checked: Checked, output_dir: str | Path) -> Checked:

@@ -46,7 +46,7 @@ come out equal to the last bit. RUN is the run's --output-dir. Exit codes: 0 the
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReplayConfig(Config):
+class ReplayConfig(Config, needs=()):
     """The flags of a replay."""
 
     step: int | None = flag(None, metavar="N", help="the rollout, counted from 0", least=0)

@@ -375,7 +375,7 @@ def with_transport(settings: Settings, shape: ModelShape, place: Placement) -> t
         link=link_of(cuda),
     )
     ways = transports(engine, route)
-    engine = dataclasses.replace(engine, update_weight_transport=check_transport(ways).name)
+    engine = engine.adapted(update_weight_transport=check_transport(ways).name)
     return dataclasses.replace(settings, engine=engine), f"weights travel by {in_words(ways)}"
 
 

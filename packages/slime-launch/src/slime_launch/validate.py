@@ -14,9 +14,11 @@ from slime_core.schedule import check_batch_sizes
 from slime_launch.config import Settings
 from slime_launch.devices import run_device
 from slime_launch.errors import Problems
-from slime_launch.idle import idle_flags
+from slime_launch.idle import idle_notes
 from slime_launch.placement import own_share
 from slime_megatron.config import FUSED_ROUTERS
+from slime_megatron.overrides import role_config
+from slime_megatron.rates import rate_notes
 from slime_rollout.config import MOST_KEPT, MOST_LISTED, SFT_ROLLOUT
 from slime_rollout.engine.topology_plan import EnginePlan
 from slime_rollout.eval_sets import read_eval_sets
@@ -73,7 +75,6 @@ def check_settings(settings: Settings) -> None:
     problems.attempt(_check_colocation, settings)
     problems.attempt(_check_distillation, settings)
     problems.attempt(_check_engine_gpus, settings)
-    problems.attempt(_check_evaluation, settings)
     problems.report()
 
 
@@ -168,9 +169,6 @@ def _problems_of_routing(settings: Settings) -> Iterator[str]:
         flag = "--use-rollout-routing-replay"
         if settings.megatron.megatron_args.get("moe_router_fusion"):
             yield f"{flag} {FUSED_ROUTERS}"
-        if settings.algorithm.on_data:
-            loss = settings.algorithm.loss_type
-            yield f"{flag}: --loss-type {loss} trains on rows, which no engine made; leave it out"
     elif settings.megatron.use_routing_replay:
         advice = "leave one of them out, or add --use-rollout-routing-replay, for the engine's experts"
         if settings.algorithm.use_rollout_logprobs:
@@ -221,14 +219,6 @@ def _check_colocation(settings: Settings) -> None:
         )
 
 
-def _check_evaluation(settings: Settings) -> None:
-    if settings.run.eval_interval is not None and not settings.rollout.evaluation.has_eval_sets:
-        raise ConfigError(
-            f"--eval-interval {settings.run.eval_interval} needs held-out prompts; "
-            "give --eval-prompt-data or --eval-config"
-        )
-
-
 def _check_learning(settings: Settings) -> None:
     """Refuse what changes no weight, and sends or saves that cannot be."""
     algorithm, size = settings.algorithm, settings.rollout.selection.n_samples_per_prompt
@@ -246,15 +236,27 @@ def _check_learning(settings: Settings) -> None:
             "--use-fault-tolerance: an engine that is replaced needs weights that the trainer no longer has; leave one "
             "of them out"
         )
-    if settings.run.save_hf is not None and (settings.megatron.save is None or settings.megatron.lora_rank):
-        needs = "is made of a checkpoint: give --save" if settings.megatron.save is None else "does not merge adapters"
-        raise ConfigError(f"--save-hf {settings.run.save_hf} {needs}, or leave it out")
+    if settings.run.save_hf is not None and settings.megatron.lora_rank:
+        raise ConfigError(f"--save-hf {settings.run.save_hf} does not merge adapters; leave it out")
 
 
 def notices(settings: Settings) -> list[str]:
     """Warnings about what the run will do, a line each."""
-    lines = [*settings.notes, *settings.algorithm.notices, *_notices_of_kind(settings)]
-    return lines
+    return [*settings.notes, *settings.algorithm.notices, *_notices_of_kind(settings), *_notices_of_rates(settings)]
+
+
+def _notices_of_rates(settings: Settings) -> Iterator[str]:
+    """Courses of learning rates that are longer than the run; the critic's where it has one of its own."""
+    if settings.only_evaluates or not settings.trains:
+        return
+    roles = {"": settings.megatron}
+    if settings.algorithm.needs_critic:
+        roles["the critic: "] = role_config(settings.megatron, "critic", {})
+    said: set[str] = set()
+    for role, config in roles.items():
+        found = set(rate_notes(config, settings.num_rollout * settings.run.num_steps_per_rollout))
+        yield from (f"{role}{line}" for line in sorted(found - said))
+        said |= found
 
 
 def _notices_of_kind(settings: Settings) -> list[str]:
@@ -268,14 +270,11 @@ def _notices_of_kind(settings: Settings) -> list[str]:
         lines.append(f"--num-epoch {run.num_epoch}: {settings.num_rollout} rollouts")
     if settings.engines_sleep and settings.engine.sglang_config is not None:
         lines.append("engines of other models than the trained one keep their memory: only its weights are sent again")
-    given = (settings.cluster.offload, settings.cluster.offload_train, settings.cluster.offload_rollout)
-    if any(given) and not (settings.generates and settings.trains):
-        lines.append("--offload-train and --offload-rollout have no effect: the run has one half alone")
     if not settings.trains:
         lines.append("no trainers are started: the engines keep the weights of --hf-checkpoint")
     if settings.only_evaluates or not settings.trains:
         lines.append("nothing is trained, and no checkpoint is written")
-    lines += [f"no effect, as {why}: {', '.join(flags)}" for why, flags in idle_flags(settings)]
+    lines += idle_notes(settings)
     return lines
 
 
@@ -288,8 +287,6 @@ def _check_distillation(settings: Settings) -> None:
             "server with the teacher, --opd-type megatron and --opd-teacher-load, its checkpoint, or a custom reward "
             "or generate function that sets sample.teacher_log_probs"
         )
-    if teacher is not None and not wanted:
-        raise ConfigError(f"--opd-type {teacher} asks for log-probs that nothing uses; add --use-opd")
     directory = settings.megatron.opd_teacher_load
     if wanted and (teacher == "megatron") != (directory is not None):
         raise ConfigError(
@@ -328,8 +325,6 @@ def _check_engine_gpus(settings: Settings) -> None:
 def _check_spare_gpus(settings: Settings, most: int) -> None:
     """Engines can be added: to others that are alike, and next to the trainers."""
     cluster, engine, given = settings.cluster, settings.engine, f"--rollout-max-num-gpus {most}"
-    if not engine.use_fault_tolerance:
-        raise ConfigError(f"{given} needs --use-fault-tolerance, which starts engines during a run; add it")
     if cluster.colocate:
         raise ConfigError(f"{given} adds engines where no trainer is, and --colocate has both on the same GPUs")
     if engine.sglang_config is not None or engine.prefill_num_servers is not None:

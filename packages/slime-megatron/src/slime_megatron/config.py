@@ -7,8 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from slime_core.config import CRITIC, POLICY
 from slime_core.errors import ConfigError
 from slime_core.flags import Config, flag, template_problem
+from slime_core.needs import GENERATES, TRAINERS, UPDATES, given, unless
+from slime_megatron.rates import rate_contradictions
 from slime_megatron.trained import Lora, Selection
 
 LR_DECAY_STYLES = ("constant", "linear", "cosine")
@@ -24,6 +27,11 @@ MAX_SEED = 2**32 - 1  # NumPy's
 FUSED_ROUTERS = "does not work with --moe-router-fusion, whose kernel chooses experts by itself; leave one of them out"
 _EXACT = "log-probs of the engine and of the trainer would differ"
 
+CRITIC_TRAINS = (TRAINERS, *CRITIC)
+DECAYS = given("lr_decay_style", "linear", "cosine")
+FULL = given("recompute_granularity", "full")
+SAVES = (given("save"), UPDATES)
+
 
 def _only(value: float, help: str, advice: str) -> Any:
     """A flag of Megatron's that has one value here."""
@@ -31,7 +39,7 @@ def _only(value: float, help: str, advice: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MegatronConfig(Config):
+class MegatronConfig(Config, needs=TRAINERS):
     """How the model is trained: parallelism, optimizer, checkpoints.
 
     Flags that many Megatron command lines carry, and that say what is so here anyway, are accepted; their help says
@@ -48,7 +56,11 @@ class MegatronConfig(Config):
     tensor_model_parallel_size: int = flag(1, help="ranks that share each layer's weights", least=1, may_change=True)
     pipeline_model_parallel_size: int = flag(1, help="ranks that share the stack of layers", least=1, may_change=True)
     virtual_pipeline_model_parallel_size: int | None = flag(
-        None, help="stages of the pipeline that each of its ranks holds", least=2, may_change=True
+        None,
+        help="stages of the pipeline that each of its ranks holds",
+        least=2,
+        may_change=True,
+        needs=given("pipeline_model_parallel_size"),
     )
     context_parallel_size: int = flag(1, help="ranks that share each sequence", least=1, may_change=True)
     expert_model_parallel_size: int = flag(1, help="ranks that share each layer's experts", least=1, may_change=True)
@@ -62,9 +74,17 @@ class MegatronConfig(Config):
         False,
         help="split norms and residuals over the tensor-parallel ranks too; one rank has nothing to split",
         may_change=True,
+        needs=given("tensor_model_parallel_size"),
+        harmless=True,
     )
     micro_batch_size: int = flag(
-        1, unit="samples", help="samples per forward and backward pass of one rank", least=1, may_change=True
+        1,
+        unit="samples",
+        help="samples per forward and backward pass of one rank",
+        least=1,
+        may_change=True,
+        needs=(TRAINERS, unless("use_dynamic_batch_size")),
+        harmless=True,
     )
     global_batch_size: int | None = flag(
         None,
@@ -80,6 +100,7 @@ class MegatronConfig(Config):
         unit="tokens",
         help="most tokens in a micro-batch of one rank; a longer sample gets one to itself",
         least=1,
+        needs=given("use_dynamic_batch_size"),
     )
     balance_by_flops: bool = flag(
         False, help="balance ranks and micro-batches by operations, in which long sequences weigh more, not by tokens"
@@ -98,6 +119,7 @@ class MegatronConfig(Config):
         help="train with the experts that routers chose where old log-probs were computed (R2); with "
         "--use-rollout-routing-replay with the engine's",
         may_change=True,
+        needs=(TRAINERS, *POLICY),
     )
 
     only_train_params_name_list: tuple[str, ...] | None = flag(
@@ -111,19 +133,24 @@ class MegatronConfig(Config):
     lora_rank: int | None = flag(
         None, help="train adapters of this rank (LoRA) instead of the weights; needs --lora-alpha", least=1
     )
-    lora_alpha: float | None = flag(None, help="the adapters' product is multiplied by this over --lora-rank", above=0)
+    lora_alpha: float | None = flag(
+        None, help="the adapters' product is multiplied by this over --lora-rank", above=0, needs=given("lora_rank")
+    )
     lora_target_modules: tuple[str, ...] | None = flag(
         None,
         metavar="MODULE",
         help="layers that get adapters: Megatron's names, such as linear_qkv, or Hugging Face's of all that one holds; "
         "every linear layer unless given, but those of routed experts",
+        needs=given("lora_rank"),
     )
 
     bf16: bool = flag(
-        False, help="compute in bfloat16, with fp32 master weights and gradients; the launcher's default on CUDA"
+        False,
+        help="compute in bfloat16, with fp32 master weights and gradients; the launcher's default on CUDA",
+        needs=(),
     )
     no_use_distributed_optimizer: bool = flag(False, help="keep the optimizer's whole state on every rank, on CUDA too")
-    fp32: bool = flag(False, help="compute in fp32 on CUDA, too", may_change=True)
+    fp32: bool = flag(False, help="compute in fp32 on CUDA, too", may_change=True, needs=())
     transformer_impl: str = flag(
         "auto",
         choices=TRANSFORMER_IMPLS,
@@ -138,10 +165,19 @@ class MegatronConfig(Config):
         may_change=True,
     )
     recompute_method: str | None = flag(
-        None, choices=RECOMPUTE_METHODS, help="which layers a full recomputation covers", may_change=True
+        None,
+        choices=RECOMPUTE_METHODS,
+        help="which layers a full recomputation covers",
+        may_change=True,
+        needs=FULL,
     )
     recompute_num_layers: int | None = flag(
-        None, unit="layers", help="layers per block of a full recomputation", least=1, may_change=True
+        None,
+        unit="layers",
+        help="layers per block of a full recomputation",
+        least=1,
+        may_change=True,
+        needs=FULL,
     )
     recompute_activations: bool = flag(False, help="the same as --recompute-granularity selective", may_change=True)
     recompute_modules: tuple[str, ...] | None = flag(
@@ -151,6 +187,7 @@ class MegatronConfig(Config):
         help="what a selective recomputation covers: core_attn unless given, mlp, moe (whole layers of experts), "
         "shared_experts; with Transformer Engine's layers also layernorm, mla_up_proj, moe_act",
         may_change=True,
+        needs=given("recompute_granularity", "selective") | given("recompute_activations"),
     )
     deterministic_mode: bool = flag(
         False, help="compute every sum in the same order in each run; slower on a GPU", may_change=True
@@ -158,7 +195,12 @@ class MegatronConfig(Config):
 
     optimizer: str = flag("adam", choices=OPTIMIZERS, help="adam is AdamW: the weight decay is decoupled")
     lr: float = flag(1e-6, help="peak learning rate", least=0)
-    min_lr: float = flag(0.0, help="learning rate at the end of a linear or cosine decay", least=0)
+    min_lr: float = flag(
+        0.0,
+        help="learning rate at the end of a linear or cosine decay",
+        least=0,
+        needs=DECAYS,
+    )
     lr_decay_style: str = flag("constant", choices=LR_DECAY_STYLES, help="course of the learning rate after warm-up")
     lr_warmup_iters: int = flag(
         0, unit="steps", help="optimizer steps of linear warm-up; the first has the rate --lr-warmup-init", least=0
@@ -166,12 +208,18 @@ class MegatronConfig(Config):
     lr_warmup_fraction: float | None = flag(
         None, help="warm-up as a part of --lr-decay-iters, below 1", least=0, below=1
     )
-    lr_warmup_init: float = flag(0.0, help="learning rate of the first step of a warm-up", least=0)
+    lr_warmup_init: float = flag(
+        0.0,
+        help="learning rate of the first step of a warm-up",
+        least=0,
+        needs=given("lr_warmup_iters") | given("lr_warmup_fraction") | given("critic_lr_warmup_iters"),
+    )
     lr_decay_iters: int | None = flag(
         None,
         unit="steps",
         help="optimizer steps after which the rate is --min-lr; a constant rate has no decay",
         least=1,
+        needs=DECAYS | given("lr_warmup_fraction"),
     )
     weight_decay: float = flag(0.01, help="decoupled weight decay of matrices; vectors get none", least=0)
     adam_beta1: float = flag(0.9, help="Adam's decay rate of the mean gradient", least=0, below=1)
@@ -205,54 +253,100 @@ class MegatronConfig(Config):
         bare="on",
     )
     seed: int = flag(
-        1234, help="seed of everything random: initial weights, dropout, the samples drawn", least=0, most=MAX_SEED
+        1234,
+        help="seed of everything random: initial weights, dropout, the samples drawn",
+        least=0,
+        most=MAX_SEED,
+        needs=(),
     )
 
     load: str | None = flag(
         None,
         metavar="DIR",
         help="weights to start from: a torch_dist or legacy torch checkpoint, or a Hugging Face model",
+        needs=(),
     )
-    ref_load: str | None = flag(None, metavar="DIR", help="checkpoint of the reference model; --load's unless given")
+    ref_load: str | None = flag(
+        None, metavar="DIR", help="checkpoint of the reference model; --load's unless given", needs=()
+    )
     ref_ckpt_step: int | None = flag(
-        None, unit="rollouts", help="number of the checkpoint in --ref-load; the newest unless given", least=0
+        None,
+        unit="rollouts",
+        help="number of the checkpoint in --ref-load; the newest unless given",
+        least=0,
+        needs=given("ref_load"),
     )
     ref_update_interval: int | None = flag(
-        None, unit="rollouts", help="rollouts after which the policy becomes the reference model", least=1
+        None,
+        unit="rollouts",
+        help="rollouts after which the policy becomes the reference model",
+        least=1,
+        needs=(TRAINERS, given("use_kl_loss") | given("kl_coef") | given("loss_type", "dpo_loss")),
     )
     critic_load: str | None = flag(
-        None, metavar="DIR", help="checkpoint that the critic starts from; the policy's, with a new head, unless given"
+        None,
+        metavar="DIR",
+        help="checkpoint that the critic starts from; the policy's, with a new head, unless given",
+        needs=CRITIC_TRAINS,
     )
     critic_save: str | None = flag(
         None,
         metavar="DIR",
         help="directory of the critic's checkpoints; critic in --save unless given",
         may_change=True,
+        needs=(*CRITIC_TRAINS, given("save")),
     )
-    critic_lr: float | None = flag(None, help="the critic's learning rate; --lr unless given", least=0)
+    critic_lr: float | None = flag(
+        None, help="the critic's learning rate; --lr unless given", least=0, needs=CRITIC_TRAINS
+    )
     critic_lr_warmup_iters: int | None = flag(
-        None, unit="steps", help="the critic's --lr-warmup-iters; the policy's unless given", least=0
+        None,
+        unit="steps",
+        help="the critic's --lr-warmup-iters; the policy's unless given",
+        least=0,
+        needs=CRITIC_TRAINS,
     )
     num_critic_only_steps: int = flag(
-        0, unit="rollouts", help="rollouts at first from which the critic alone learns", least=0
+        0, unit="rollouts", help="rollouts at first from which the critic alone learns", least=0, needs=CRITIC_TRAINS
     )
     opd_teacher_load: str | None = flag(
-        None, metavar="DIR", help="checkpoint of a teacher of the policy's shape, for --use-opd inside the trainer"
+        None,
+        metavar="DIR",
+        help="checkpoint of a teacher of the policy's shape, for --use-opd inside the trainer",
+        needs=(TRAINERS, given("use_opd")),
     )
     opd_teacher_ckpt_step: int | None = flag(
-        None, unit="rollouts", help="number of the checkpoint in --opd-teacher-load; the newest unless given", least=0
+        None,
+        unit="rollouts",
+        help="number of the checkpoint in --opd-teacher-load; the newest unless given",
+        least=0,
+        needs=given("opd_teacher_load"),
     )
-    save: str | None = flag(None, metavar="DIR", help="directory that checkpoints are written to", may_change=True)
+    save: str | None = flag(
+        None, metavar="DIR", help="directory that checkpoints are written to", may_change=True, needs=()
+    )
     save_interval: int | None = flag(
-        None, unit="rollouts", help="rollouts between two checkpoints", least=1, may_change=True
+        None,
+        unit="rollouts",
+        help="rollouts between two checkpoints",
+        least=1,
+        may_change=True,
+        needs=SAVES,
     )
     async_save: bool = flag(
         False,
         help="write a checkpoint while the run goes on, where memory and disk have room; the launcher's default",
         may_change=True,
+        needs=SAVES,
     )
-    no_async_save: bool = flag(False, help="have the run wait until a checkpoint is written", may_change=True)
-    no_save_optim: bool = flag(False, help="leave the optimizer's state out of checkpoints; they cannot be resumed")
+    no_async_save: bool = flag(
+        False, help="have the run wait until a checkpoint is written", may_change=True, needs=SAVES
+    )
+    no_save_optim: bool = flag(
+        False,
+        help="leave the optimizer's state out of checkpoints; they cannot be resumed",
+        needs=SAVES,
+    )
     ckpt_format: str = flag(
         "torch_dist",
         choices=CKPT_FORMATS,
@@ -262,7 +356,12 @@ class MegatronConfig(Config):
     )
 
     update_weight_buffer_size: int = flag(
-        512 * 2**20, unit="bytes", help="largest bucket of a weight sync", least=1, may_change=True
+        512 * 2**20,
+        unit="bytes",
+        help="largest bucket of a weight sync",
+        least=1,
+        may_change=True,
+        needs=(GENERATES, TRAINERS),
     )
     distributed_timeout_minutes: float = flag(
         10.0, unit="minutes", help="how long a rank waits for the others", least=0.1, may_change=True
@@ -279,12 +378,24 @@ class MegatronConfig(Config):
         False, help="write traces of torch's profiler, a file per rank and rollout in profile/", may_change=True
     )
     profile_step_start: int = flag(
-        10, unit="rollouts", help="first rollout that --profile is about, from 0", least=0, may_change=True
+        10,
+        unit="rollouts",
+        help="first rollout that --profile is about, from 0",
+        least=0,
+        may_change=True,
+        needs=given("profile"),
     )
     profile_step_end: int = flag(
-        12, unit="rollouts", help="first rollout after those that --profile is about", least=1, may_change=True
+        12,
+        unit="rollouts",
+        help="first rollout after those that --profile is about",
+        least=1,
+        may_change=True,
+        needs=given("profile"),
     )
-    profile_ranks: tuple[int, ...] = flag((0,), help="ranks that --profile is about", least=0, may_change=True)
+    profile_ranks: tuple[int, ...] = flag(
+        (0,), help="ranks that --profile is about", least=0, may_change=True, needs=given("profile")
+    )
     save_debug_train_data: str | None = flag(
         None,
         metavar="TEMPLATE",
@@ -389,7 +500,7 @@ class MegatronConfig(Config):
 
     def contradictions(self) -> Iterator[str]:
         """Settings that need, repeat or undo each other."""
-        yield from self._learning_rate_contradictions()
+        yield from rate_contradictions(self)
         yield from self._training_contradictions()
         if self.bf16 and self.fp32:
             yield "--bf16 and --fp32 are two precisions; give one of them"
@@ -397,10 +508,8 @@ class MegatronConfig(Config):
             yield "--use-distributed-optimizer and --no-use-distributed-optimizer contradict each other; give one"
         if self.async_save and self.no_async_save:
             yield "--async-save and --no-async-save contradict each other; give one"
-        if self.use_dynamic_batch_size != (self.max_tokens_per_gpu is not None):
-            yield ("--use-dynamic-batch-size and --max-tokens-per-gpu, its limit, go together; give both or none")
-        if self.save_interval is not None and self.save is None:
-            yield f"--save-interval {self.save_interval} needs --save, the directory to write to"
+        if self.use_dynamic_batch_size and self.max_tokens_per_gpu is None:
+            yield "--use-dynamic-batch-size needs --max-tokens-per-gpu, its limit; add that"
         if self.recompute_activations and self.recompute_granularity == "full":
             yield (
                 "--recompute-activations means --recompute-granularity selective, but full is given; "
@@ -410,11 +519,6 @@ class MegatronConfig(Config):
             not self.use_distributed_optimizer or self.overlap_grad_reduce == "off"
         ):
             yield "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce; give them too"
-        if self.virtual_pipeline_model_parallel_size and self.pipeline_model_parallel_size == 1:
-            yield (
-                f"--virtual-pipeline-model-parallel-size {self.virtual_pipeline_model_parallel_size} divides the "
-                "stages of a pipeline, and there is none; give --pipeline-model-parallel-size too, or leave it out"
-            )
         if self.share_prompts == "on":
             for obstacle in self.sharing_obstacles:
                 yield f"--share-prompts on does not work with {obstacle}; leave one of the two out"
@@ -427,30 +531,20 @@ class MegatronConfig(Config):
             )
         if problem := template_problem("--save-debug-train-data", self.save_debug_train_data, ("rollout_id", "rank")):
             yield problem
-        full = self.recompute_granularity == "full"
-        if full != (self.recompute_method is not None) or full != (self.recompute_num_layers is not None):
-            yield (
-                "--recompute-granularity full, --recompute-method and --recompute-num-layers go together; "
-                "give all three or none"
-            )
+        if self.recompute_granularity == "full" and None in (self.recompute_method, self.recompute_num_layers):
+            yield "--recompute-granularity full needs --recompute-method and --recompute-num-layers; add these"
         yield from self._recompute_contradictions()
 
     def _recompute_contradictions(self) -> Iterator[str]:
         """Of --recompute-modules."""
-        if self.recompute_modules is None:
-            return
-        if self.recompute != "selective":
-            yield "--recompute-modules needs --recompute-granularity selective; give it too"
         if self.engine_modules and (self.transformer_impl == "local" or self.lora_rank is not None):
             yield self.no_engine_modules("--transformer-impl local" if self.lora_rank is None else "--lora-rank")
 
     def _training_contradictions(self) -> Iterator[str]:
         """Of the flags that say which weights train."""
         yield from self.selection.contradictions()
-        if (self.lora_rank is None) != (self.lora_alpha is None):
-            yield "--lora-rank and --lora-alpha go together; give both or none"
-        if self.lora_target_modules is not None and self.lora_rank is None:
-            yield "--lora-target-modules needs --lora-rank and --lora-alpha; give them too"
+        if self.lora_rank is not None and self.lora_alpha is None:
+            yield "--lora-rank needs --lora-alpha, the scale of its adapters; add that"
         if self.lora_rank is not None and self.transformer_impl == "transformer_engine":
             yield (
                 "--lora-rank puts adapters on Megatron-core's own layers, but --transformer-impl transformer_engine is "
@@ -460,25 +554,6 @@ class MegatronConfig(Config):
             yield (
                 "--lora-rank trains adapters alone, so no weights can be chosen to train; leave out "
                 "--only-train-params-name-list and --freeze-params-name-list"
-            )
-
-    def _learning_rate_contradictions(self) -> Iterator[str]:
-        if self.min_lr > self.lr:
-            yield f"--min-lr {self.min_lr} is above --lr {self.lr}; give at most {self.lr}"
-        if self.lr_warmup_init > self.lr:
-            yield f"--lr-warmup-init {self.lr_warmup_init} is above --lr {self.lr}; give at most {self.lr}"
-        if self.lr_decay_style != "constant" and self.lr_decay_iters is None:
-            yield (f"--lr-decay-style {self.lr_decay_style} needs --lr-decay-iters, the number of optimizer steps")
-        if self.lr_decay_iters is not None and self.lr_warmup_iters >= self.lr_decay_iters:
-            yield (f"--lr-warmup-iters {self.lr_warmup_iters} must be less than --lr-decay-iters {self.lr_decay_iters}")
-        if self.lr_warmup_fraction is None:
-            return
-        if self.lr_decay_iters is None:
-            yield "--lr-warmup-fraction needs --lr-decay-iters, the number of steps that it is a part of"
-        if self.lr_warmup_iters:
-            yield (
-                f"--lr-warmup-fraction {self.lr_warmup_fraction} and --lr-warmup-iters {self.lr_warmup_iters} both say "
-                "how long the warm-up is; give one of them"
             )
 
     def data_parallel_size(self, world_size: int) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slime_core.errors import ConfigError
+from slime_core.flags import collected_problems
 from slime_megatron.config import MegatronConfig
 
 TRAINED = ("actor", "critic")
@@ -50,10 +51,11 @@ def role_config(config: MegatronConfig, role: str, overrides: Mapping[str, Mappi
         if config.critic_lr_warmup_iters is not None:
             critic["lr_warmup_iters"] = config.critic_lr_warmup_iters
         own = critic | own
-    try:
-        return dataclasses.replace(config, **own)
-    except ConfigError as error:
-        raise ConfigError("\n".join(f"{whose}: {line}" for line in str(error).splitlines())) from error
+    with collected_problems() as found:  # a flag of the actor's may have no effect on the critic
+        made = dataclasses.replace(config, **own)
+    if found:
+        raise ConfigError("\n".join(f"{whose}: {line}" for line in found))
+    return made
 
 
 def _problems(role: str, overrides: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

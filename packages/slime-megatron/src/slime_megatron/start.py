@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from slime_convert.shape import ModelShape
 from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError
+from slime_core.flags import flag_specs, flag_values
 from slime_core.importing import without_collections, without_packages
+from slime_core.needs import refusals
 from slime_core.types import Rendezvous
 from slime_core.user_functions import load_function
 from slime_megatron.config import MegatronConfig, flag_name
@@ -57,17 +59,10 @@ def load_given(algorithm: AlgorithmConfig, name: str) -> Any:
 
 
 def _unused(algorithm: AlgorithmConfig, config: MegatronConfig) -> Iterator[str]:
-    critic = ("critic_load", "critic_save", "critic_lr", "critic_lr_warmup_iters")
-    given = [name for name in critic if getattr(config, name) is not None]
-    given += ["num_critic_only_steps"] if config.num_critic_only_steps else []
-    if given and not algorithm.needs_critic:
-        yield f"--{given[0].replace('_', '-')} is for a critic, and there is none; add --advantage-estimator ppo"
     if config.lora is not None and algorithm.loss_type == "rm_loss":
         yield "--lora-rank trains adapters alone, and --loss-type rm_loss a new head, too; leave one of them out"
-    if config.opd_teacher_load is not None and not algorithm.use_opd:
-        yield f"--opd-teacher-load {config.opd_teacher_load} is the model that --use-opd distils; add that"
-    if config.opd_teacher_ckpt_step is not None and config.opd_teacher_load is None:
-        yield f"--opd-teacher-ckpt-step {config.opd_teacher_ckpt_step} is a checkpoint in --opd-teacher-load; give that"
+    specs = {spec.dest: spec for record in (algorithm, config) for spec in flag_specs(type(record))}
+    yield from refusals(specs, flag_values(algorithm) | flag_values(config))
 
 
 def start_worker(

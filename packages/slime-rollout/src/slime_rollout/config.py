@@ -10,6 +10,8 @@ from typing import Any
 
 from slime_core.errors import ConfigError
 from slime_core.flags import Config, flag
+from slime_core.needs import GENERATES, LAGS, SAMPLES, UPDATES, given, unless
+from slime_rollout.hook_config import CALLED, HELD_OUT, TIMED_HOOKS, HookConfig, any_given
 
 COMPARING_RULES = ("exact", "first_integer", "math", "deepscaler", "dapo", "f1", "gpqa", "gsm8k", "em")
 REMOTE_RULES = ("remote_rm", "boxed_remote_rm")
@@ -24,12 +26,19 @@ BUILT_IN_ROLLOUTS = ("slime.rollout.sglang_rollout.generate_rollout", SFT_ROLLOU
 """What the upstream system calls its rollout functions; their work is built in here."""
 LOSS_MASKS = ("qwen", "qwen3", "qwen3_5", "distill_qwen")
 TEACHERS = ("sglang", "megatron")
+PAIRS = given("loss_type", "dpo_loss", "rm_loss")
+DROPS = any_given("dynamic_sampling_filter_path", "max_weight_staleness", "custom_generate_function_path") | given(
+    "rm_on_failure", "drop"
+)
+"""What may leave a group out of a rollout."""
+SAMPLED_SETS = (GENERATES, *HELD_OUT)
+OWN_RULES = (GENERATES, unless("custom_rm_path") | given("eval_config"))
 # What rendering a prompt decides itself.
 _OWN_TEMPLATE_ARGUMENTS = {"conversation", "tools", "tokenize", "return_dict", "return_tensors"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig(Config):
+class DataConfig(Config, needs=()):
     """Where prompts come from and how they are rendered."""
 
     hf_checkpoint: str = flag(
@@ -46,7 +55,10 @@ class DataConfig(Config):
         metavar="PATH",
     )
     prompt_data_weights: tuple[float, ...] = flag(
-        (), help="share of each data set of --prompt-data in an epoch; without it every prompt comes once", above=0
+        (),
+        help="share of each data set of --prompt-data in an epoch; without it every prompt comes once",
+        above=0,
+        needs=given("prompt_data"),
     )
     input_key: str | None = flag(
         None, help="field of the prompt in a row, such as task.text; without it `prompt`, then `input`"
@@ -57,22 +69,32 @@ class DataConfig(Config):
     metadata_key: str = flag("metadata", help="field of a row's further values, handed to reward functions")
     tool_key: str = flag("tools", help="field of a row's tools, handed to the chat template and kept in its metadata")
     data_source_path: str | None = flag(
-        None, help="custom source of prompts: a class derived from slime_rollout.data.RolloutDataSource", metavar="PATH"
+        None,
+        help="custom source of prompts: a class derived from slime_rollout.data.RolloutDataSource",
+        metavar="PATH",
+        needs=GENERATES,
     )
     buffer_filter_path: str | None = flag(
-        None, help="custom function (args, buffer, num_samples) that chooses from the buffer", metavar="PATH"
+        None,
+        help="custom function (args, buffer, num_samples) that chooses from the buffer",
+        metavar="PATH",
+        needs=GENERATES,
     )
     apply_chat_template: bool = flag(False, help="render prompts with the tokenizer's chat template")
     apply_chat_template_kwargs: str = flag(
-        "{}", help='further arguments of the chat template, such as {"enable_thinking": false}', metavar="JSON"
+        "{}",
+        help='further arguments of the chat template, such as {"enable_thinking": false}',
+        metavar="JSON",
+        needs=given("apply_chat_template"),
     )
-    chosen_key: str | None = flag(None, help="field of a pair's preferred response; else `chosen`")
-    rejected_key: str | None = flag(None, help="field of a pair's other response; else `rejected`")
+    chosen_key: str | None = flag(None, help="field of a pair's preferred response; else `chosen`", needs=PAIRS)
+    rejected_key: str | None = flag(None, help="field of a pair's other response; else `rejected`", needs=PAIRS)
     loss_mask_type: str | None = flag(
         None,
         choices=LOSS_MASKS,
         help="turns of a conversation that are trained on: all of the assistant's, found from any chat template "
         "(unset, qwen, qwen3, qwen3_5), or its last alone (distill_qwen)",
+        needs=given("loss_type", "sft_loss") | given("rollout_function_path", SFT_ROLLOUT),
     )
     allow_left_out: bool = flag(
         False,
@@ -87,13 +109,21 @@ class DataConfig(Config):
         False, help="read --prompt-data as it is needed instead of into memory; held-out sets are read whole"
     )
     streaming_shuffle_buffer: int | None = flag(
-        None, help="rows of --streaming-data that --rollout-shuffle mixes at once [10000]", unit="rows", least=1
+        None,
+        help="rows of --streaming-data that --rollout-shuffle mixes at once [10000]",
+        unit="rows",
+        least=1,
+        needs=(given("streaming_data"), given("rollout_shuffle")),
     )
     num_data_workers: int = flag(
         0, help="processes that tokenize --prompt-data ahead; 0 for none", unit="processes", least=0, may_change=True
     )
     rollout_shuffle: bool = flag(False, help="shuffle the prompts in every epoch")
-    rollout_seed: int = flag(42, help="seed of that shuffle")
+    rollout_seed: int = flag(
+        42,
+        help="seed of that shuffle",
+        needs=given("rollout_shuffle") | given("data_source_path") | given("buffer_filter_path"),
+    )
     rollout_max_prompt_len: int | None = flag(None, help="leave out prompts longer than this", unit="tokens", least=1)
 
     @property
@@ -112,21 +142,17 @@ class DataConfig(Config):
         return _json_object("apply-chat-template-kwargs", self.apply_chat_template_kwargs, '{"enable_thinking": false}')
 
     def contradictions(self) -> Iterator[str]:
-        """Weights that do not match the paths, and settings without effect."""
+        """Weights that do not match the paths, and arguments of the template that are not for users."""
         paths, weights = self.prompt_paths, self.prompt_data_weights
         if not all(paths):
             yield "--prompt-data names no data set; give one or more paths"
         if weights and len(weights) != len(paths):
             yield f"--prompt-data-weights has {len(weights)} values and --prompt-data {len(paths)} paths; give one each"
-        if self.streaming_shuffle_buffer is not None and not (self.streaming_data and self.rollout_shuffle):
-            yield "--streaming-shuffle-buffer has no effect without --streaming-data and --rollout-shuffle; add both"
         try:
             kwargs = self.chat_template_kwargs
         except ConfigError as error:
             yield str(error)
             return
-        if kwargs and not self.apply_chat_template:
-            yield "--apply-chat-template-kwargs has no effect without --apply-chat-template; add that"
         if own := sorted(kwargs.keys() & _OWN_TEMPLATE_ARGUMENTS):
             yield f"--apply-chat-template-kwargs sets {', '.join(own)}, which slime itself sets; leave out"
 
@@ -137,7 +163,7 @@ included; and likeliest tokens that are sampled from where top-p or min-p would 
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingConfig(Config):
+class SamplingConfig(Config, needs=GENERATES):
     """How responses are sampled: by the engine's parameters, and by a custom generate function."""
 
     rollout_temperature: float = flag(
@@ -145,11 +171,19 @@ class SamplingConfig(Config):
         help="sampling temperature; the trainer divides its logits by it too",
         above=0,
         advice="at 0 all samples of a prompt are the same",
+        needs=SAMPLES,
     )
     rollout_top_p: float = flag(
-        1.0, help="nucleus sampling: total probability of the tokens kept", above=0, most=1, advice="1 keeps all tokens"
+        1.0,
+        help="nucleus sampling: total probability of the tokens kept",
+        above=0,
+        most=1,
+        advice="1 keeps all tokens",
+        needs=SAMPLES,
     )
-    rollout_top_k: int = flag(-1, help="sample from this many likeliest tokens; -1 for all", unit="tokens")
+    rollout_top_k: int = flag(
+        -1, help="sample from this many likeliest tokens; -1 for all", unit="tokens", needs=SAMPLES
+    )
     rollout_min_p: float = flag(
         0.0,
         help="sample from tokens with at least this part of the likeliest one's probability, in evaluation too; "
@@ -157,15 +191,21 @@ class SamplingConfig(Config):
         least=0,
         below=1,
         advice="0 keeps all tokens",
+        needs=SAMPLES,
     )
     use_rollout_routing_replay: bool = flag(
         False,
         help="have engines say which experts they chose for each token, and the trainer choose the same (R3), where it "
         "computes old log-probs and trains",
+        needs=SAMPLES,
     )
     rollout_max_response_len: int = flag(1024, help="longest response", unit="tokens", least=1)
     rollout_max_context_len: int | None = flag(
-        None, help="longest prompt and response together; the model's own limit if not given", unit="tokens", least=1
+        None,
+        help="longest prompt and response together; the model's own limit if not given",
+        unit="tokens",
+        least=1,
+        needs=(),
     )
     rollout_stop: tuple[str, ...] = flag((), help="strings that end a response")
     rollout_stop_token_ids: tuple[int, ...] = flag((), help="further token ids that end a response", least=0)
@@ -184,15 +224,28 @@ class SamplingConfig(Config):
         None,
         help="function (args, rollout_id, data_source, evaluation=) that makes whole rollouts in place of slime's own",
         metavar="PATH",
+        needs=(),
     )
     eval_function_path: str | None = flag(
-        None, help="the same for evaluations; else --rollout-function-path makes them, too", metavar="PATH"
+        None,
+        help="the same for evaluations; else --rollout-function-path makes them, too",
+        metavar="PATH",
+        needs=HELD_OUT,
     )
     custom_generate_timeout: float = flag(
-        3600.0, help="time limit of one call of such a function", unit="seconds", above=0, may_change=True
+        3600.0,
+        help="time limit of one call of such a function",
+        unit="seconds",
+        above=0,
+        may_change=True,
+        needs=(GENERATES, CALLED),
     )
     max_turns: int = flag(
-        10, help="most turns of the model in an interaction, as args.max_turns too", unit="turns", least=1
+        10,
+        help="most turns of the model in an interaction, as args.max_turns too",
+        unit="turns",
+        least=1,
+        needs=(GENERATES, CALLED),
     )
 
     @property
@@ -211,11 +264,13 @@ class SamplingConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelectionConfig(Config):
+class SelectionConfig(Config, needs=GENERATES):
     """How many groups are generated, which of them are trained on, and how old they may be."""
 
-    rollout_batch_size: int = flag(help="prompts per rollout", unit="prompts", least=1)
-    n_samples_per_prompt: int = flag(1, help="samples of each prompt: the size of a group", unit="samples", least=1)
+    rollout_batch_size: int = flag(help="prompts per rollout", unit="prompts", least=1, needs=())
+    n_samples_per_prompt: int = flag(
+        1, help="samples of each prompt: the size of a group", unit="samples", least=1, needs=()
+    )
     over_sampling_batch_size: int | None = flag(
         None, help="prompts in flight; the first to finish are trained on, the others go back", unit="prompts", least=1
     )
@@ -227,19 +282,30 @@ class SelectionConfig(Config):
         metavar="PATH",
     )
     dynamic_sampling_max_prompts: int | None = flag(
-        None, help="most prompts tried for one rollout; 32 times those in flight if not given", unit="prompts", least=1
+        None,
+        help="most prompts tried for one rollout; 32 times those in flight if not given",
+        unit="prompts",
+        least=1,
+        needs=(GENERATES, DROPS),
     )
     partial_rollout: bool = flag(
-        False, help="responses that are cut off when a rollout is complete keep their tokens, and go on in the next"
+        False,
+        help="responses that are cut off when a rollout is complete keep their tokens, and go on in the next",
+        needs=given("over_sampling_batch_size") | given("dynamic_sampling_filter_path"),
     )
     mask_offpolicy_in_partial_rollout: bool = flag(
-        False, help="do not train on the tokens that a response had before it went on"
+        False, help="do not train on the tokens that a response had before it went on", needs=given("partial_rollout")
     )
     async_buffer_size: int | None = flag(
         None, help="rollouts that are generated ahead while the trainer works; else none", unit="rollouts", least=1
     )
     max_weight_staleness: int | None = flag(
-        None, help="most updates between a token and its training; older ones start again", unit="versions", least=0
+        None,
+        help="most updates between a token and its training; older ones start again",
+        unit="versions",
+        least=0,
+        needs=(GENERATES, LAGS),
+        harmless=True,
     )
     update_weights_interval: int = flag(
         1,
@@ -247,9 +313,15 @@ class SelectionConfig(Config):
         "checkpoint, too",
         unit="rollouts",
         least=1,
+        needs=(GENERATES, UPDATES),
     )
     hook_timeout: float = flag(
-        300.0, help="time limit of a call of a custom filter or data source", unit="seconds", above=0, may_change=True
+        300.0,
+        help="time limit of a call of a custom filter or data source",
+        unit="seconds",
+        above=0,
+        may_change=True,
+        needs=TIMED_HOOKS,
     )
 
     @property
@@ -291,16 +363,12 @@ class SelectionConfig(Config):
                 f"--update-weights-interval {late + 1} leaves engines {late} updates behind, and "
                 f"--max-weight-staleness {bound} allows {bound}; give {late} or more"
             )
-        if self.partial_rollout and not self.gives_back:
-            yield f"--partial-rollout cuts nothing off alone; add --over-sampling-batch-size above {batch}"
-        if self.mask_offpolicy_in_partial_rollout and not self.partial_rollout:
-            yield "--mask-offpolicy-in-partial-rollout is about --partial-rollout; give both or neither"
         if self.async_buffer_size is not None and (over is not None or self.partial_rollout):
             yield "--async-buffer-size leaves nothing over; leave out --over-sampling-batch-size and --partial-rollout"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardConfig(Config):
+class RewardConfig(Config, needs=GENERATES):
     """What scores a response: a rule, a service, a custom function; and the teacher of on-policy distillation."""
 
     rm_type: str | None = flag(
@@ -314,20 +382,40 @@ class RewardConfig(Config):
         None, help="custom reward function or class: pkg.mod.fn, pkg.mod:fn, file.py:fn or file.py", metavar="PATH"
     )
     custom_rm_kwargs: str | None = flag(
-        None, help="JSON object: the constructor arguments of a class at --custom-rm-path", metavar="JSON"
+        None,
+        help="JSON object: the constructor arguments of a class at --custom-rm-path",
+        metavar="JSON",
+        needs=given("custom_rm_path"),
     )
-    group_rm: bool = flag(False, help="score all samples of a prompt in one call of the custom function")
+    group_rm: bool = flag(
+        False, help="score all samples of a prompt in one call of the custom function", needs=given("custom_rm_path")
+    )
     rm_timeout: float | None = flag(
         None, help="time limit of one sample [10 for rules, else 60]", unit="seconds", above=0, may_change=True
     )
     rm_url: str | None = flag(
-        None, help="address of the service of remote_rm, or of the teacher's server", metavar="URL", may_change=True
+        None,
+        help="address of the service of remote_rm, or of the teacher's server",
+        metavar="URL",
+        may_change=True,
+        needs=(GENERATES, given("rm_type", *REMOTE_RULES) | given("opd_type", "sglang")),
     )
     rm_workers: int = flag(
-        4, help="most processes that score by a rule at once", unit="processes", least=1, may_change=True
+        4,
+        help="most processes that score by a rule at once",
+        unit="processes",
+        least=1,
+        may_change=True,
+        needs=OWN_RULES,
     )
     rm_memory_limit: float = flag(
-        2.0, help="most memory of one of them", unit="GiB", least=0.5, most=1024, may_change=True
+        2.0,
+        help="most memory of one of them",
+        unit="GiB",
+        least=0.5,
+        most=1024,
+        may_change=True,
+        needs=OWN_RULES,
     )
     rm_on_failure: str = flag(
         "zero",
@@ -340,8 +428,9 @@ class RewardConfig(Config):
         choices=TEACHERS,
         help="teacher of on-policy distillation: a SGLang server at --rm-url (sglang), or a copy of the model in the "
         "trainer with the weights of --opd-teacher-load (megatron)",
+        needs=given("use_opd"),
     )
-    reward_key: str | None = flag(None, help="entry to train on when the reward is a dictionary")
+    reward_key: str | None = flag(None, help="entry to train on when the reward is a dictionary", needs=SAMPLES)
 
     @property
     def rule(self) -> str | None:
@@ -380,11 +469,8 @@ class RewardConfig(Config):
             yield (
                 f"--rm-type {self.rm_type} and --custom-rm-path {self.custom_rm_path} are both given; give one of them"
             )
-        for name, given in (("group-rm", self.group_rm), ("custom-rm-kwargs", self.custom_rm_kwargs is not None)):
-            if given and self.custom_rm_path is None:
-                yield f"--{name} is for a custom reward function; give --custom-rm-path"
-        if self.opd_type != "sglang" and (self.rm_type in REMOTE_RULES) != (self.rm_url is not None):
-            yield "--rm-type remote_rm and --rm-url belong together; give both or neither"
+        if self.opd_type != "sglang" and self.rm_type in REMOTE_RULES and self.rm_url is None:
+            yield f"--rm-type {self.rm_type} needs --rm-url, the address of its service; add that"
         if self.rm_url is not None and not _is_address(self.rm_url):
             yield f"--rm-url {self.rm_url} is not an address; write http://HOST:PORT/PATH"
         if self.rule in ("dapo", "boxed_dapo") and self.reward_key not in ("score", "acc"):
@@ -406,31 +492,44 @@ def _as_in_rollouts(what: str, **more: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig(Config):
+class EvalConfig(Config, needs=HELD_OUT):
     """Held-out prompts, and how their sampling differs from that of rollouts."""
 
     eval_prompt_data: tuple[str, ...] = flag(
-        (), help="held-out sets: NAME PATH [NAME PATH …]; a single PATH is called `eval`", may_change=True
+        (), help="held-out sets: NAME PATH [NAME PATH …]; a single PATH is called `eval`", may_change=True, needs=()
     )
     eval_config: str | None = flag(
-        None, help="YAML file that names held-out sets, each with settings of its own", metavar="FILE", may_change=True
+        None,
+        help="YAML file that names held-out sets, each with settings of its own",
+        metavar="FILE",
+        may_change=True,
+        needs=(),
     )
     n_samples_per_eval_prompt: int = flag(
         1, help="samples of each held-out prompt", unit="samples", least=1, may_change=True
     )
-    eval_temperature: float | None = _as_in_rollouts("temperature, 0 for greedy", least=0, advice="0 is greedy")
-    eval_top_p: float | None = _as_in_rollouts("nucleus sampling", above=0, most=1, advice="1 keeps all tokens")
-    eval_top_k: int | None = _as_in_rollouts("top-k", unit="tokens")
-    eval_max_response_len: int | None = _as_in_rollouts("longest response", unit="tokens", least=1)
+    eval_temperature: float | None = _as_in_rollouts(
+        "temperature, 0 for greedy", least=0, advice="0 is greedy", needs=SAMPLED_SETS
+    )
+    eval_top_p: float | None = _as_in_rollouts(
+        "nucleus sampling", above=0, most=1, advice="1 keeps all tokens", needs=SAMPLED_SETS
+    )
+    eval_top_k: int | None = _as_in_rollouts("top-k", unit="tokens", needs=SAMPLED_SETS)
+    eval_max_response_len: int | None = _as_in_rollouts("longest response", unit="tokens", least=1, needs=SAMPLED_SETS)
     eval_max_context_len: int | None = _as_in_rollouts("longest prompt and response together", unit="tokens", least=1)
     eval_max_prompt_len: int | None = _as_in_rollouts("leave out longer prompts", unit="tokens", least=1)
     eval_min_new_tokens: int | None = flag(
-        None, help="shortest response of evaluation; else no limit", unit="tokens", least=0, may_change=True
+        None,
+        help="shortest response of evaluation; else no limit",
+        unit="tokens",
+        least=0,
+        may_change=True,
+        needs=SAMPLED_SETS,
     )
     eval_input_key: str | None = _as_in_rollouts("field of the prompt")
     eval_label_key: str | None = _as_in_rollouts("field of the answer")
     eval_tool_key: str | None = _as_in_rollouts("field of the tools")
-    eval_reward_key: str | None = _as_in_rollouts("entry to report when the reward is a dictionary")
+    eval_reward_key: str | None = _as_in_rollouts("entry to report when the reward is a dictionary", needs=SAMPLED_SETS)
 
     @property
     def has_eval_sets(self) -> bool:
@@ -444,54 +543,6 @@ class EvalConfig(Config):
         if len(given) > 1 and len(given) % 2:
             words = " ".join(given)
             yield f"--eval-prompt-data got {len(given)} values ({words}); give pairs of NAME PATH, or one PATH"
-
-
-@dataclass(frozen=True, kw_only=True)
-class HookConfig(Config):
-    """User-defined functions that no other record has a place for, and the parameters of all of them."""
-
-    custom_config_path: str | None = flag(
-        None,
-        help="YAML or JSON file of parameters for user-defined functions, which see them as args.NAME",
-        metavar="FILE",
-    )
-    rollout_sample_hook_path: tuple[str, ...] = flag(
-        (),
-        help="functions (args, sample, rollout_id=, evaluation=) that see each sample before it is scored",
-        metavar="PATH",
-    )
-    rollout_sample_filter_path: str | None = flag(
-        None,
-        help="function (args, groups) that marks samples of a rollout with remove_sample: not trained on",
-        metavar="PATH",
-    )
-    rollout_all_samples_process_path: str | None = flag(
-        None,
-        help="function (args, all_groups, get_samples) that sees all scored groups, those that were dropped too",
-        metavar="PATH",
-    )
-    custom_reward_post_process_path: str | None = flag(
-        None,
-        help="function (args, samples) to raw rewards and rewards, in place of the estimator's normalization",
-        metavar="PATH",
-    )
-    rollout_data_postprocess_path: str | None = flag(
-        None,
-        help="function (args, rollout_id, rollout_data) that changes what is trained on, before it is split over ranks",
-        metavar="PATH",
-    )
-    custom_rollout_log_function_path: str | None = flag(
-        None,
-        help="function (rollout_id, args, samples, extra_metrics, rollout_time); true leaves out the usual metrics",
-        metavar="PATH",
-        may_change=True,
-    )
-    custom_eval_rollout_log_function_path: str | None = flag(
-        None,
-        help="function (rollout_id, args, data, extra_metrics); true leaves out the usual metrics of an evaluation",
-        metavar="PATH",
-        may_change=True,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -179,7 +179,7 @@ def _make_set(where: str, settings: dict[str, Any], config: RolloutConfig) -> Ev
     changes = {_FIELDS.get(key, key): settings.pop(key) for key in of_config}
     changes["rollout_max_context_len"] = settings["max_context_len"]
     try:
-        config = config.changed(eval_prompt_data=(), eval_config=None, opd_type=None, **changes)
+        config = config.adapted(eval_prompt_data=(), eval_config=None, opd_type=None).changed(**changes)
         return EvalSet(config=config, **settings)
     except ConfigError as error:
         message = str(error) if where.startswith(FLAG) else _in_keys(str(error))

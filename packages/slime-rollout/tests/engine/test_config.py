@@ -63,7 +63,7 @@ def test_an_interpreter_is_looked_up_in_path(monkeypatch):
         ),
         (
             {"sglang_router_url": "http://a:1", "sglang_router_port": 2, "router_policy": "manual"},
-            "--sglang-router-port, --router-policy: no effect on the external router at --sglang-router-url",
+            "--sglang-router-port 2, --router-policy manual have no effect with --sglang-router-url; leave one of",
         ),
         ({"rollout_external_engine_addrs": ("a",)}, "--rollout-external-engine-addrs a is not an address"),
         (
@@ -78,7 +78,8 @@ def test_an_interpreter_is_looked_up_in_path(monkeypatch):
         ({"rollout_external_engine_addrs": ("a:1", "http://a:1/")}, "names http://a:1 twice"),
         (
             {"rollout_external_engine_addrs": ("a:1",), "engine_threads": 2, "sglang_args": {"page-size": "1"}},
-            "--engine-threads, --sglang-page-size: no effect on the external engines of --rollout-ext",
+            "--sglang-page-size: no effect on the external engines of --rollout-external-engine-addrs; leave out\n"
+            "--engine-threads 2 has no effect with --rollout-external-engine-addrs; leave one of them out",
         ),
     ],
 )
@@ -122,13 +123,22 @@ FAR = {"update_weight_receivers": ("h:1",)}
         ({**DISK, "update_weight_mode": "delta", "update_weight_local_checkpoint_dir": "./a"}, "another directory"),
         ({**DISK, "update_weight_mode": "delta", "update_weight_local_checkpoint_dir": "b/../a"}, "another directory"),
         ({**DISK, **LOCAL, **FAR, "update_weight_mode": "delta"}, "give one of them"),
-        ({**DISK, **FAR}, "receivers has an effect only with --update-weight-mode delta"),
+        (
+            {**DISK, **FAR},
+            "receivers h:1 has no effect with --update-weight-mode full; give --update-weight-mode delta",
+        ),
         (
             {"update_weight_disk_dir": "a", "update_weight_transport": "gloo"},
-            "disk-dir has an effect only with --update-weight-transport disk, or auto",
+            "disk-dir a has no effect with --update-weight-transport gloo; give --update-weight-transport auto or disk",
         ),
-        ({"update_weight_disk_keep_files": True}, "keep-files has an effect only with"),
-        ({**DISK, **LOCAL}, "local-checkpoint-dir has an effect only with --update-weight-mode delta"),
+        (
+            {"update_weight_disk_keep_files": True},
+            "keep-files has no effect with --update-weight-transport auto; give --update-weight-transport disk",
+        ),
+        (
+            {**DISK, **LOCAL},
+            "local-checkpoint-dir .* has no effect with --update-weight-mode full; give --update-weight-mode delta",
+        ),
     ],
 )
 def test_what_cannot_work_is_said_in_a_line(flags, message):

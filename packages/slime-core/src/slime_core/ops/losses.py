@@ -336,8 +336,10 @@ def dpo_loss(
 def _config(
     estimator: str, batch: Batch, eps_clip: float, eps_clip_high: float | None, kl_loss_coef: float, **settings: Any
 ) -> AlgorithmConfig:
-    settings |= {"eps_clip": eps_clip, "eps_clip_high": eps_clip_high, "kl_loss_coef": kl_loss_coef}
-    return _checked_config(estimator, batch.get("ref_log_probs") is not None, **settings)
+    with_reference = batch.get("ref_log_probs") is not None
+    settings |= {"eps_clip": eps_clip, "eps_clip_high": eps_clip_high}
+    settings |= {"kl_loss_coef": kl_loss_coef} if with_reference else {}
+    return _checked_config(estimator, with_reference, **settings)
 
 
 @functools.lru_cache(maxsize=64)

@@ -13,6 +13,7 @@ from typing import Any
 
 from slime_core.files import write_whole
 from slime_core.flags import Config, flag, flag_specs
+from slime_core.needs import given
 from slime_launch.config import Settings
 from slime_launch.devices import find_device
 from slime_launch.errors import FlagError, Problems
@@ -29,7 +30,7 @@ EPILOG = "Exit codes: 0 the command can start, 2 it cannot; the problems are pri
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanConfig(Config):
+class PlanConfig(Config, needs=()):
     """The flags that a plan has besides those of training.
 
     Raises:
@@ -55,8 +56,11 @@ class PlanConfig(Config):
         None,
         metavar="FILE",
         help="with --simulate: speeds of a run, as `slime-launch report RUN --profile FILE` writes them",
+        needs=given("simulate"),
     )
-    picture: str = flag("simulated.png", metavar="FILE", help="with --simulate: where the picture goes")
+    picture: str = flag(
+        "simulated.png", metavar="FILE", help="with --simulate: where the picture goes", needs=given("simulate")
+    )
     write: str | None = flag(
         None,
         metavar="FILE",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from slime_core.files import write_whole
 from slime_core.flags import Config, flag, flag_specs
+from slime_core.needs import given
 from slime_launch.console import RunConsole
 from slime_launch.errors import FlagError
 from slime_launch.parser import FlagGroup, build_parser, parse
@@ -31,7 +32,7 @@ RUN is the run's --output-dir. Several runs are shown side by side."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReportConfig(Config):
+class ReportConfig(Config, needs=()):
     """The flags of a report."""
 
     output: str | None = flag(
@@ -45,7 +46,7 @@ class ReportConfig(Config):
     )
     json: str | None = flag(None, metavar="FILE", help="write what the page shows as JSON too")
     serve: bool = flag(False, help="show the page of a run that goes on at a port of 127.0.0.1, until Ctrl-C")
-    port: int = flag(0, help="port for --serve; 0 takes a free one", least=0, most=65535)
+    port: int = flag(0, help="port for --serve; 0 takes a free one", least=0, most=65535, needs=given("serve"))
 
 
 def report(argv: Sequence[str]) -> int:

@@ -12,6 +12,7 @@ from typing import Self
 
 from slime_core.errors import ConfigError
 from slime_core.flags import Config, flag
+from slime_core.needs import GENERATES, TRAINERS, given, unless
 from slime_rollout.engine.addresses import full_address
 from slime_rollout.engine.python import find_python
 
@@ -26,12 +27,13 @@ API_KEY = "api-key"
 """SGLang's flag for the key that requests must carry."""
 SglangValue = str | bool | tuple[str, ...]
 RouterValue = str | int | float
+SYNC = (GENERATES, TRAINERS)
 # A flag that may differ when a run is continued.
 setting = functools.partial(flag, may_change=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WeightSyncConfig(Config):
+class WeightSyncConfig(Config, needs=SYNC):
     """How the trainer's weights reach the engines; base of :class:`EngineConfig`."""
 
     update_weight_mode: str = setting(
@@ -44,18 +46,25 @@ class WeightSyncConfig(Config):
         "takes the fastest that is possible, of which `plan` shows the seconds",
     )
     update_weight_disk_dir: str | None = setting(
-        None, help="directory that trainer and engines both see; needed by the transport disk", metavar="DIR"
+        None,
+        help="directory that trainer and engines both see; needed by the transport disk",
+        metavar="DIR",
+        needs=(*SYNC, given("update_weight_transport", "auto", "disk")),
     )
-    update_weight_disk_keep_files: bool = setting(False, help="keep the files of all weight versions")
+    update_weight_disk_keep_files: bool = setting(
+        False, help="keep the files of all weight versions", needs=(*SYNC, given("update_weight_transport", "disk"))
+    )
     update_weight_local_checkpoint_dir: str | None = setting(
         None,
         help="directory on the engines' machine, for the checkpoint that deltas are applied to; needed by delta",
         metavar="DIR",
+        needs=given("update_weight_mode", "delta"),
     )
     update_weight_receivers: tuple[str, ...] = setting(
         (),
         help="instead of that, for engines on other machines: each machine's `slime-rollout receive-weights --listen`",
         metavar="HOST:PORT",
+        needs=given("update_weight_mode", "delta"),
     )
     update_weight_pause_mode: str = setting(
         "retract",
@@ -89,7 +98,7 @@ class WeightSyncConfig(Config):
         return self.update_weight_timeout
 
     def contradictions(self) -> Iterator[str]:
-        """What a mode or a transport needs, and what has no effect without one."""
+        """What a mode or a transport needs."""
         disk, delta = self.update_weight_transport == "disk", self.update_weight_mode == "delta"
         if delta and not disk:
             yield (
@@ -109,22 +118,10 @@ class WeightSyncConfig(Config):
                 "--update-weight-local-checkpoint-dir must be another directory than --update-weight-disk-dir "
                 f"{self.update_weight_disk_dir}: engines' copies and what is sent have the same names"
             )
-        if self.update_weight_disk_dir and self.update_weight_transport not in ("auto", "disk"):
-            yield (
-                "--update-weight-disk-dir has an effect only with --update-weight-transport disk, or auto, which may "
-                "take it; drop it, or add that"
-            )
-        for name, value, wanted, only in (
-            ("disk-keep-files", self.update_weight_disk_keep_files, disk, "transport disk"),
-            ("local-checkpoint-dir", local, delta, "mode delta"),
-            ("receivers", receivers, delta, "mode delta"),
-        ):
-            if value and not wanted:
-                yield (f"--update-weight-{name} has an effect only with --update-weight-{only}; drop it, or add that")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineConfig(WeightSyncConfig):
+class EngineConfig(WeightSyncConfig, needs=GENERATES):
     """How SGLang engines and sglang-router are started, and how they get new weights.
 
     Attributes:
@@ -139,16 +136,27 @@ class EngineConfig(WeightSyncConfig):
         None,
         help="Python interpreter that SGLang runs in, path or command; if unset the first that has SGLang: the running "
         "one, .venv-engine here or above, python3 in PATH",
+        needs=(GENERATES, unless("rollout_external_engine_addrs")),
     )
     rollout_num_gpus_per_engine: int = setting(
         1, help="GPUs of one engine: its tensor parallel size", unit="GPUs", least=1
     )
-    sglang_router_ip: str = flag("127.0.0.1", help="address that the router listens on")
+    sglang_router_ip: str = flag(
+        "127.0.0.1", help="address that the router listens on", needs=(GENERATES, unless("sglang_router_url"))
+    )
     sglang_router_port: int | None = flag(
-        None, help="port that the router listens on; a free one if unset", least=1, most=65535
+        None,
+        help="port that the router listens on; a free one if unset",
+        least=1,
+        most=65535,
+        needs=(GENERATES, unless("sglang_router_url")),
     )
     sglang_router_request_timeout_secs: int = flag(
-        14400, help="longest time that the router waits for one request", unit="seconds", least=1
+        14400,
+        help="longest time that the router waits for one request",
+        unit="seconds",
+        least=1,
+        needs=(GENERATES, unless("sglang_router_url")),
     )
     sglang_router_url: str | None = flag(
         None,
@@ -159,6 +167,7 @@ class EngineConfig(WeightSyncConfig):
         "cache_aware",
         choices=ROUTER_POLICIES,
         help="how the router spreads requests; manual and consistent_hashing keep a session at one engine",
+        needs=(GENERATES, unless("sglang_router_url")),
     )
     engine_startup_timeout: float = setting(
         300.0, help="longest time that an engine may take to start", unit="seconds", above=0
@@ -168,12 +177,19 @@ class EngineConfig(WeightSyncConfig):
         help="CPU threads per engine without CUDA; if unset 2, or its share of the cores with the launcher",
         unit="threads",
         least=1,
+        needs=(GENERATES, unless("rollout_external_engine_addrs")),
     )
     use_fault_tolerance: bool = setting(
-        False, help="replace engines and the router when they die or hang, instead of ending the run"
+        False,
+        help="replace engines and the router when they die or hang, instead of ending the run",
+        needs=(GENERATES, unless("rollout_external_engine_addrs")),
     )
     rollout_health_check_interval: float = setting(
-        30.0, help="time between two health checks of an engine, with --use-fault-tolerance", unit="seconds", least=0
+        30.0,
+        help="time between two health checks of an engine, with --use-fault-tolerance",
+        unit="seconds",
+        least=0,
+        needs=given("use_fault_tolerance"),
     )
     rollout_health_check_timeout: float = setting(
         30.0,
@@ -181,21 +197,35 @@ class EngineConfig(WeightSyncConfig):
         unit="seconds",
         least=2,
         advice="SGLang takes at least one to answer",
+        needs=given("use_fault_tolerance"),
     )
     rollout_health_check_first_wait: float = setting(
-        0.0, help="time before the first health check of a new engine", unit="seconds", least=0
+        0.0,
+        help="time before the first health check of a new engine",
+        unit="seconds",
+        least=0,
+        needs=given("use_fault_tolerance"),
     )
     rollout_max_restarts: int = setting(
-        5, help="how often each engine, and the router, may be replaced before the run fails", least=0
+        5,
+        help="how often each engine, and the router, may be replaced before the run fails",
+        least=0,
+        needs=given("use_fault_tolerance"),
     )
     rollout_external_engine_addrs: tuple[str, ...] = setting(
         (), help="external SGLang engines, to use instead of starting some", metavar="HOST:PORT"
     )
     sglang_config: str | None = flag(
-        None, help="YAML file of several models and server groups; see slime-rollout's docs/engines.md", metavar="FILE"
+        None,
+        help="YAML file of several models and server groups; see slime-rollout's docs/engines.md",
+        metavar="FILE",
+        needs=(GENERATES, unless("rollout_external_engine_addrs")),
     )
     prefill_num_servers: int | None = setting(
-        None, help="engines that only read prompts; the others generate (short for a --sglang-config)", least=1
+        None,
+        help="engines that only read prompts; the others generate (short for a --sglang-config)",
+        least=1,
+        needs=(GENERATES, unless("rollout_external_engine_addrs")),
     )
     sglang_args: Mapping[str, SglangValue] = dataclasses.field(default_factory=dict)
     router_args: Mapping[str, RouterValue | tuple[RouterValue, ...]] = dataclasses.field(default_factory=dict)
@@ -206,22 +236,18 @@ class EngineConfig(WeightSyncConfig):
         """Flags without effect on external engines and routers, and values that are not addresses or names."""
         yield from super().contradictions()
         yield from self._invalid_values()
-        if self.sglang_router_url is not None:
-            names = ("sglang_router_ip", "sglang_router_port", "sglang_router_request_timeout_secs", "router_policy")
-            if idle := [*self._given(*names), *(f"--router-{name}" for name in self.router_args)]:
-                yield f"{', '.join(idle)}: no effect on the external router at --sglang-router-url; leave out"
+        if self.sglang_router_url is not None and self.router_args:
+            idle = ", ".join(f"--router-{name}" for name in self.router_args)
+            yield f"{idle}: no effect on the external router at --sglang-router-url; leave out"
         if self.sglang_config is not None and self.prefill_num_servers is not None:
             yield (
                 f"--sglang-config {self.sglang_config} and --prefill-num-servers {self.prefill_num_servers} both say "
                 "what the engines are; give one of them"
             )
-        if self.rollout_external_engine_addrs:
-            idle = self._given(
-                "sglang_python", "engine_threads", "sglang_config", "prefill_num_servers", "use_fault_tolerance"
-            )
-            if idle := [*idle, *(f"--sglang-{name}" for name in self.sglang_args if name != API_KEY)]:
-                engines = "the external engines of --rollout-external-engine-addrs"
-                yield f"{', '.join(idle)}: no effect on {engines}; leave out"
+        own = [f"--sglang-{name}" for name in self.sglang_args if name != API_KEY]
+        if self.rollout_external_engine_addrs and own:
+            engines = "the external engines of --rollout-external-engine-addrs"
+            yield f"{', '.join(own)}: no effect on {engines}; leave out"
 
     def _invalid_values(self) -> Iterator[str]:
         try:
@@ -236,11 +262,6 @@ class EngineConfig(WeightSyncConfig):
                 yield f"--rollout-external-engine-addrs names {', '.join(repeated)} twice; name every engine once"
         except ConfigError as error:
             yield str(error)
-
-    def _given(self, *names: str) -> list[str]:
-        """The flags among ``names`` that do not have their default."""
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        return ["--" + name.replace("_", "-") for name in names if getattr(self, name) != defaults[name]]
 
     @property
     def external_urls(self) -> tuple[str, ...]:
