@@ -27,7 +27,7 @@ from slime_core.types import RolloutBatch, Sample, Status
 from slime_launch import preflight
 from slime_launch.errors import FlagError, Problems
 from slime_launch.flags import read_train
-from slime_launch.idle import idle_flags
+from slime_launch.idle import idle_notes
 from slime_megatron import core_check
 from slime_rollout.engine import server
 from slime_rollout.engine.python import importable_in
@@ -204,7 +204,8 @@ def answer(*features: Feature) -> tuple[str, set[str]]:
         return str(error).splitlines()[0], set()
     problems = Problems(contradictions)
     preflight.look(settings, problems, elsewhere=True)
-    idle = {f"{flag}: {why}" for why, flags in idle_flags(settings) for flag in flags}
+    notes = [line.removeprefix("no effect, as ").rpartition(": ") for line in idle_notes(settings)]
+    idle = {f"{flag}: {why}" for why, _, flags in notes for flag in flags.split(", ")}
     return next(iter(problems.lines), ""), idle
 
 

@@ -3,7 +3,6 @@ import torch
 
 from slime_megatron.config import MegatronConfig
 from slime_megatron.optimizer import build_scheduler
-from slime_megatron.rates import rate_at
 
 
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
@@ -15,5 +14,5 @@ def test_the_rate_of_a_step_is_that_of_megatrons_scheduler(style, warm_up):
     optimizer = torch.optim.Adam([torch.zeros(1, requires_grad=True)], lr=config.lr)
     scheduler = build_scheduler(optimizer, config)
     for step in range(14):
-        assert rate_at(config, step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12)
+        assert config.rate_at(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12)
         scheduler.step(1)

@@ -11,101 +11,26 @@ import contextlib
 import contextvars
 import dataclasses
 import inspect
-import math
 import types
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Self
 
+from slime_core.effects import refusals, without_effect
 from slime_core.errors import ConfigError
-from slime_core.needs import Need, as_needs, refusals, without_effect
+from slime_core.flag_spec import FlagSpec, Range
+from slime_core.needs import Need, as_needs
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Range:
-    """Which numbers a flag takes; every number must be finite. ``advice`` is for the error message."""
-
-    least: float | None = None
-    above: float | None = None
-    most: float | None = None
-    below: float | None = None
-    advice: str = ""
-
-    def __contains__(self, value: float) -> bool:
-        return (
-            math.isfinite(value)
-            and (self.least is None or value >= self.least)
-            and (self.above is None or value > self.above)
-            and (self.most is None or value <= self.most)
-            and (self.below is None or value < self.below)
-        )
-
-    def __str__(self) -> str:
-        if self.least is not None and self.most is not None:
-            return (
-                f"{self.least:.12g}" if self.least == self.most else f"between {self.least:.12g} and {self.most:.12g}"
-            )
-        if self.least is not None and self.below is None:
-            return f"{self.least:.12g} or more"
-        bounds = (("above", self.above), ("at least", self.least), ("below", self.below), ("at most", self.most))
-        return " and ".join(f"{word} {bound:.12g}" for word, bound in bounds if bound is not None) or "any number"
-
-
-@dataclasses.dataclass(frozen=True)
-class FlagSpec:
-    """One command-line flag.
-
-    Attributes:
-        name: As typed, such as ``--rollout-batch-size``.
-        dest: The field's name in its config dataclass.
-        type: ``str``, ``int``, ``float`` or ``bool``; of the items if ``nargs`` is set.
-        default: Value when the flag is absent; ``dataclasses.MISSING`` if it must be given.
-        help: One line, without unit or default.
-        unit: Unit of the value (``tokens``, ``seconds`` …), or an empty string.
-        choices: Allowed values, or ``None``.
-        nargs: ``None`` for a single value, ``"+"`` for several. A repeated flag then appends.
-        metavar: Placeholder in the help text, or ``None``.
-        range: Which numbers are allowed.
-        may_change: Whether it may differ when a run is continued.
-        bare: Value when the flag is given without one; ``None`` if it needs one.
-        needs: What it has no effect without, all of it; ``()`` if it always has one, ``None`` where nobody said.
-        harmless: Whether what it asks for is so anyway where it has no effect.
-    """
-
-    name: str
-    dest: str
-    type: type
-    default: Any
-    help: str
-    unit: str = ""
-    choices: tuple[str, ...] | None = None
-    nargs: str | None = None
-    metavar: str | None = None
-    range: Range = Range()
-    may_change: bool = False
-    bare: str | None = None
-    needs: tuple[Need, ...] | None = None
-    harmless: bool = False
-
-    @property
-    def is_switch(self) -> bool:
-        """Whether the flag takes no value."""
-        return self.type is bool and self.nargs is None
-
-    def problem(self, value: Any) -> str | None:
-        """What is wrong with a value: what was given, what is allowed, what to do; ``None`` if nothing is."""
-        for item in value if isinstance(value, tuple) else (value,):
-            if item is None or (isinstance(item, bool) and self.choices is None):
-                continue
-            if self.choices is not None and item not in self.choices:
-                advice = f"; {self.range.advice}" if self.range.advice else ""
-                return f"{self.name} {item} is unknown; allowed: {', '.join(self.choices)}{advice}"
-            if isinstance(item, int | float) and item not in self.range:
-                finite = "" if math.isfinite(item) else "a finite number, "
-                advice = f"; {self.range.advice}" if self.range.advice else ""
-                return f"{self.name} {item} must be {finite}{self.range}{advice}"
-        return None
-
+__all__ = [
+    "Config",
+    "FlagSpec",
+    "Range",
+    "collected_problems",
+    "flag",
+    "flag_specs",
+    "flag_values",
+    "template_problem",
+]
 
 _COLLECTED: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("collected problems", default=None)
 
@@ -181,7 +106,7 @@ class Config:
         return self.of(**_all_values(self) | values)
 
     def adapted(self, **values: Any) -> Self:
-        """The same with other values of some flags, and defaults where a flag has no effect beside these."""
+        """The same with other values of some flags, and defaults where a flag has no effect with these."""
         specs = {spec.dest: spec for spec in flag_specs(type(self))}
         found = flag_values(self) | values
         while idle := [

@@ -8,11 +8,8 @@ flag that needs that flag. It is refused; if its value asks for nothing, or what
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from slime_core.flags import FlagSpec
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 MOST_NAMED = 4
 """Flags that a line names at most where one of many is needed."""
@@ -70,7 +67,16 @@ class Need:
 
     def __str__(self) -> str:
         """For help: ``needs --use-kl-loss``."""
-        return f"{'not with' if self.is_without else 'needs'} {_either(self.flags)}"
+        return f"{'not with' if self.is_without else 'needs'} {either(self.flags)}"
+
+
+def either(conditions: Sequence[Condition]) -> str:
+    """``--a, --b or --c``; of many the first ones."""
+    named = [str(one) for one in conditions]
+    if len(named) > MOST_NAMED:
+        named = [*named[: MOST_NAMED - 1], f"one of {len(named) - MOST_NAMED + 1} others"]
+    comma = "," if any(len(one.values) > 1 for one in conditions) else ""
+    return f"{comma} or ".join([", ".join(named[:-1]), named[-1]] if named[1:] else named)
 
 
 def given(dest: str, *values: Any) -> Need:
@@ -101,122 +107,3 @@ UPDATES = kind("updates", "weights stay as they are")
 def as_needs(needs: Need | Iterable[Need] | None) -> tuple[Need, ...] | None:
     """One need or several, as several; ``None`` where nothing was said."""
     return (needs,) if isinstance(needs, Need) else None if needs is None else tuple(needs)
-
-
-def asks(spec: FlagSpec, value: Any) -> bool:
-    """Whether a flag's value asks for something: it is neither 0, nor empty, nor the default."""
-    value = tuple(value) if isinstance(value, list) else value
-    return bool(value) and value != spec.default
-
-
-def shown_needs(spec: FlagSpec, specs: Mapping[str, FlagSpec]) -> list[str]:
-    """What a flag needs besides the defaults of others, for help."""
-    defaults = {dest: other.default for dest, other in specs.items()}
-    needs = [
-        need
-        for need in spec.needs or ()
-        if need.kind is None and not any(_holds(one, specs, defaults, ()) for one in need.any_of)
-    ]
-    return [str(need) for need in needs]
-
-
-def missing_need(
-    spec: FlagSpec, specs: Mapping[str, FlagSpec], values: Mapping[str, Any], missing: Collection[str] = ()
-) -> Need | None:
-    """What a flag has no effect without; ``None`` if it has one.
-
-    Args:
-        spec: The flag.
-        specs: All flags, by name in Python.
-        values: Their values. A condition on a flag that is not among them holds.
-        missing: The names of kinds that the run is not of.
-    """
-    for need in spec.needs or ():
-        met = [one for one in need.any_of if _holds(one, specs, values, missing)]
-        if not met:
-            return need
-        needed = [specs[one.dest] for one in met if isinstance(one, Condition) and one.dest in specs]
-        if len(needed) == len(met) and not need.is_without:
-            roots = [missing_need(other, specs, values, missing) for other in needed]
-            if None not in roots:
-                return roots[0]
-    return None
-
-
-def _holds(one: Condition | Kind, specs: Mapping[str, FlagSpec], values: Mapping[str, Any], missing: Any) -> bool:
-    if isinstance(one, Kind):
-        return one.name not in missing
-    if one.dest not in values or one.dest not in specs:
-        return True
-    value = values[one.dest]
-    return one.absent != (value in one.values if one.values else asks(specs[one.dest], value))
-
-
-def without_effect(
-    specs: Mapping[str, FlagSpec], values: Mapping[str, Any], among: Iterable[str], missing: Collection[str] = ()
-) -> dict[Need, list[FlagSpec]]:
-    """The flags ``among`` some that have no effect, by what is missing. The others are as of :func:`missing_need`."""
-    found: dict[Need, list[FlagSpec]] = {}
-    for dest in among:
-        if dest in specs and (need := missing_need(specs[dest], specs, values, missing)) is not None:
-            found.setdefault(need, []).append(specs[dest])
-    return found
-
-
-def refusals(specs: Mapping[str, FlagSpec], values: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with values of which nobody knows which were given: those that ask for something are taken for it.
-
-    Kinds of runs are not known either, and hold.
-    """
-    asked = [dest for dest, spec in specs.items() if not spec.harmless and asks(spec, values[dest])]
-    for need, idle in without_effect(specs, values, asked).items():
-        yield refusal(need, idle, values)
-
-
-def refusal(need: Need, idle: Iterable[FlagSpec], values: Mapping[str, Any], because: str = "") -> str:
-    """The line that refuses flags without what they need; ``because`` of which flag a kind of run is not there."""
-    named = [f"{spec.name}{_shown(values.get(spec.dest))}" for spec in idle]
-    has, it = ("has", "it") if len(named) == 1 else ("have", "them")
-    return f"{', '.join(named)} {has} no effect{_reason(need, values, because)}{_advice(need, it)}"
-
-
-def note(need: Need, idle: Iterable[FlagSpec], values: Mapping[str, Any]) -> str:
-    """The line that names flags which have no effect, where nothing is lost by that."""
-    return f"no effect{_reason(need, values)}: {', '.join(spec.name for spec in idle)}"
-
-
-def _reason(need: Need, values: Mapping[str, Any], because: str = "") -> str:
-    if need.kind is not None:
-        return f", as {need.kind.missing}{f' with {because}' if because else ''}"
-    if need.is_without:
-        return f" with {_either(need.flags)}"
-    first = need.flags[0]
-    if len(need.flags) == 1 and first.values and (current := _shown(values.get(first.dest))):
-        return f" with {Condition(first.dest)}{current}"
-    return f" without {_either(need.flags)}"
-
-
-def _either(conditions: Sequence[Condition]) -> str:
-    """``--a, --b or --c``; of many the first ones."""
-    named = [str(one) for one in conditions]
-    if len(named) > MOST_NAMED:
-        named = [*named[: MOST_NAMED - 1], f"one of {len(named) - MOST_NAMED + 1} others"]
-    comma = "," if any(len(one.values) > 1 for one in conditions) else ""
-    return f"{comma} or ".join([", ".join(named[:-1]), named[-1]] if named[1:] else named)
-
-
-def _advice(need: Need, it: str) -> str:
-    if need.kind is not None:
-        return f"; leave {it} out"
-    if need.is_without:
-        return "; leave one of them out"
-    if len(need.flags) > 1:
-        return f"; add one of these, or leave {it} out"
-    return f"; give {need.flags[0]}, or leave {it} out"
-
-
-def _shown(value: Any) -> str:
-    """A value behind its flag."""
-    if value is None or isinstance(value, bool):
-        return ""
-    return f" {' '.join(map(str, value)) if isinstance(value, list | tuple) else value}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from slime_core import needs
+from slime_core import effects, needs
 from slime_core.flags import FlagSpec, flag_specs
 from slime_core.needs import Need
 from slime_launch.config import CONFIGS, Settings
@@ -26,7 +26,7 @@ def idle_notes(settings: Settings) -> list[str]:
     """The flags without effect of which nothing is lost, a line for each reason."""
     values = settings.flags()
     return [
-        needs.note(need, idle, values)
+        effects.note(need, idle, values)
         for need, specs in _idle(settings).items()
         if (idle := [spec for spec in specs if not _is_refused(spec, need, settings)])
     ]
@@ -38,7 +38,7 @@ def idle_problems(settings: Settings) -> Iterator[str]:
     for need, specs in _idle(settings).items():
         if idle := [spec for spec in specs if _is_refused(spec, need, settings)]:
             because = lacks[need.kind.name].because if need.kind is not None else ""
-            yield needs.refusal(need, idle, values, because)
+            yield effects.refusal(need, idle, values, because)
 
 
 def missing_kinds(settings: Settings) -> dict[str, Lack]:
@@ -71,11 +71,11 @@ def _specs() -> dict[str, FlagSpec]:
 def _idle(settings: Settings) -> dict[Need, list[FlagSpec]]:
     """The flags that were given and have no effect, by what is missing; kinds of runs first, in their order."""
     kinds = list(missing_kinds(settings))
-    found = needs.without_effect(_specs(), settings.flags(), settings.origins, kinds)
+    found = effects.without_effect(_specs(), settings.flags(), settings.origins, kinds)
     order = {name: place for place, name in enumerate(kinds)}
     return dict(sorted(found.items(), key=lambda item: order.get(str(item[0].kind), len(order))))
 
 
 def _is_refused(spec: FlagSpec, need: Need, settings: Settings) -> bool:
     by_mode = need.kind is not None and missing_kinds(settings)[need.kind.name].mode
-    return not by_mode and not spec.harmless and needs.asks(spec, settings.flags()[spec.dest])
+    return not by_mode and not spec.harmless and effects.asks(spec, settings.flags()[spec.dest])

@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
+from slime_core.effects import shown_needs
 from slime_core.flags import FlagSpec
-from slime_core.needs import shown_needs
 from slime_launch.answers import flag_line, foreign_answer, upstream_answer
 from slime_launch.errors import FlagError
 

@@ -18,7 +18,6 @@ from slime_launch.idle import idle_notes
 from slime_launch.placement import own_share
 from slime_megatron.config import FUSED_ROUTERS
 from slime_megatron.overrides import role_config
-from slime_megatron.rates import rate_notes
 from slime_rollout.config import MOST_KEPT, MOST_LISTED, SFT_ROLLOUT
 from slime_rollout.engine.topology_plan import EnginePlan
 from slime_rollout.eval_sets import read_eval_sets
@@ -254,7 +253,7 @@ def _notices_of_rates(settings: Settings) -> Iterator[str]:
         roles["the critic: "] = role_config(settings.megatron, "critic", {})
     said: set[str] = set()
     for role, config in roles.items():
-        found = set(rate_notes(config, settings.num_rollout * settings.run.num_steps_per_rollout))
+        found = set(config.rate_notes(settings.num_rollout * settings.run.num_steps_per_rollout))
         yield from (f"{role}{line}" for line in sorted(found - said))
         said |= found
 

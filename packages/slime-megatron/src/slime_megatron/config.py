@@ -9,12 +9,11 @@ from typing import Any
 
 from slime_core.config import CRITIC, POLICY
 from slime_core.errors import ConfigError
-from slime_core.flags import Config, flag, template_problem
+from slime_core.flags import flag, template_problem
 from slime_core.needs import GENERATES, TRAINERS, UPDATES, given, unless
-from slime_megatron.rates import rate_contradictions
+from slime_megatron.rates import RateConfig
 from slime_megatron.trained import Lora, Selection
 
-LR_DECAY_STYLES = ("constant", "linear", "cosine")
 RECOMPUTE_GRANULARITIES = ("full", "selective")
 RECOMPUTE_METHODS = ("uniform", "block")
 RECOMPUTE_MODULES = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "mla_up_proj", "moe_act")
@@ -28,7 +27,6 @@ FUSED_ROUTERS = "does not work with --moe-router-fusion, whose kernel chooses ex
 _EXACT = "log-probs of the engine and of the trainer would differ"
 
 CRITIC_TRAINS = (TRAINERS, *CRITIC)
-DECAYS = given("lr_decay_style", "linear", "cosine")
 FULL = given("recompute_granularity", "full")
 SAVES = (given("save"), UPDATES)
 
@@ -39,7 +37,7 @@ def _only(value: float, help: str, advice: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MegatronConfig(Config, needs=TRAINERS):
+class MegatronConfig(RateConfig, needs=TRAINERS):
     """How the model is trained: parallelism, optimizer, checkpoints.
 
     Flags that many Megatron command lines carry, and that say what is so here anyway, are accepted; their help says
@@ -194,33 +192,6 @@ class MegatronConfig(Config, needs=TRAINERS):
     )
 
     optimizer: str = flag("adam", choices=OPTIMIZERS, help="adam is AdamW: the weight decay is decoupled")
-    lr: float = flag(1e-6, help="peak learning rate", least=0)
-    min_lr: float = flag(
-        0.0,
-        help="learning rate at the end of a linear or cosine decay",
-        least=0,
-        needs=DECAYS,
-    )
-    lr_decay_style: str = flag("constant", choices=LR_DECAY_STYLES, help="course of the learning rate after warm-up")
-    lr_warmup_iters: int = flag(
-        0, unit="steps", help="optimizer steps of linear warm-up; the first has the rate --lr-warmup-init", least=0
-    )
-    lr_warmup_fraction: float | None = flag(
-        None, help="warm-up as a part of --lr-decay-iters, below 1", least=0, below=1
-    )
-    lr_warmup_init: float = flag(
-        0.0,
-        help="learning rate of the first step of a warm-up",
-        least=0,
-        needs=given("lr_warmup_iters") | given("lr_warmup_fraction") | given("critic_lr_warmup_iters"),
-    )
-    lr_decay_iters: int | None = flag(
-        None,
-        unit="steps",
-        help="optimizer steps after which the rate is --min-lr; a constant rate has no decay",
-        least=1,
-        needs=DECAYS | given("lr_warmup_fraction"),
-    )
     weight_decay: float = flag(0.01, help="decoupled weight decay of matrices; vectors get none", least=0)
     adam_beta1: float = flag(0.9, help="Adam's decay rate of the mean gradient", least=0, below=1)
     adam_beta2: float = flag(0.999, help="Adam's decay rate of the mean squared gradient", least=0, below=1)
@@ -491,16 +462,9 @@ class MegatronConfig(Config, needs=TRAINERS):
         """Whether the reference is the model without its adapters."""
         return self.lora is not None and (self.load is None or self.ref_load in (None, self.load))
 
-    @property
-    def lr_warmup_steps(self) -> float:
-        """Optimizer steps of warm-up, from either of the two flags that say it. Need not be whole."""
-        if self.lr_warmup_fraction is None or self.lr_decay_iters is None:
-            return self.lr_warmup_iters
-        return self.lr_warmup_fraction * self.lr_decay_iters
-
     def contradictions(self) -> Iterator[str]:
         """Settings that need, repeat or undo each other."""
-        yield from rate_contradictions(self)
+        yield from super().contradictions()
         yield from self._training_contradictions()
         if self.bf16 and self.fp32:
             yield "--bf16 and --fp32 are two precisions; give one of them"

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from slime_convert.shape import ModelShape
 from slime_core.config import AlgorithmConfig
+from slime_core.effects import refusals
 from slime_core.errors import ConfigError
 from slime_core.flags import flag_specs, flag_values
 from slime_core.importing import without_collections, without_packages
-from slime_core.needs import refusals
 from slime_core.types import Rendezvous
 from slime_core.user_functions import load_function
 from slime_megatron.config import MegatronConfig, flag_name

@@ -137,6 +137,7 @@ class EngineConfig(WeightSyncConfig, needs=GENERATES):
         help="Python interpreter that SGLang runs in, path or command; if unset the first that has SGLang: the running "
         "one, .venv-engine here or above, python3 in PATH",
         needs=(GENERATES, unless("rollout_external_engine_addrs")),
+        harmless=True,
     )
     rollout_num_gpus_per_engine: int = setting(
         1, help="GPUs of one engine: its tensor parallel size", unit="GPUs", least=1
