@@ -82,12 +82,15 @@ def tokenizer(workspace: Path) -> None:
 
 
 SERVER_ARGS = """
+import argparse
 class ServerArgs:
     @staticmethod
     def add_cli_args(parser):
         parser.add_argument("--model-path")
         parser.add_argument("--mem-fraction-static", type=float, help="part of memory")
         parser.add_argument("--sleep-on-idle", action="store_true")
+        parser.add_argument("--enable-memory-saver", action="store_true")
+        parser.add_argument("--lora-strict-loading", action=argparse.BooleanOptionalAction)
         parser.add_argument("--context-length", type=int)
         parser.add_argument("--log-level", default="info")
         parser.add_argument("--port", type=int, default=30000)

@@ -42,10 +42,85 @@ def test_forms_of_values(tmp_path):
         'eval-prompt-data = [["a", "1.jsonl"], ["b", "2.jsonl"]]\napply_chat_template_kwargs = {thinking = false}\n'
     )
     assert with_config([f"--config={file}"]).from_file == [
-        "--lr=1e-06", "--num-rollout=3", "--colocate", "--rollout-top-k=-1",
+        "--lr=1e-6", "--num-rollout=3", "--colocate", "--use-opd=false", "--rollout-top-k=-1",
         "--eval-prompt-data", "a", "1.jsonl", "b", "2.jsonl", '--apply-chat-template-kwargs={"thinking": false}',
     ]  # fmt: skip
     assert with_config(["--lr", "1"]).words == ["--lr", "1"]
+
+
+VALUES = [
+    # a value in TOML and in YAML (None: the format has no such value), and what --NAME=… has of it
+    ("1e-6", "1e-6", "lr", "1e-6"),
+    ('"1e-6"', '"1e-6"', "lr", "1e-6"),
+    ("1.10", "1.10", "wandb-group", "1.10"),
+    (None, "010", "seed", "010"),
+    (None, "007", "input-key", "007"),
+    (None, "1:30", "input-key", "1:30"),
+    (None, "2026-11-27", "wandb-group", "2026-11-27"),
+    ('"2026-11-27"', '"2026-11-27"', "wandb-group", "2026-11-27"),
+    ('"null"', '"null"', "input-key", "null"),
+    ('"true"', '"true"', "input-key", "true"),
+    ("1_000", "1_000", "seed", ("1000", "1_000")),
+    ("-1", "-1", "rollout-top-k", "-1"),
+    ('""', '""', "input-key", ""),
+    ("{a = 1, b = [true, 0.5]}", "{a: 1, b: [true, 0.5]}", "custom-rm-kwargs", '{"a": 1, "b": [true, 0.5]}'),
+]
+
+
+@pytest.mark.parametrize(("toml", "yaml", "name", "text"), VALUES)
+def test_a_value_is_read_as_on_the_command_line(toml, yaml, name, text, tmp_path):
+    texts = (text, text) if isinstance(text, str) else text
+    for form, separator, value, expected in (("toml", " =", toml, texts[0]), ("yaml", ":", yaml, texts[1])):
+        if value is not None:
+            (tmp_path / f"run.{form}").write_text(f"{name}{separator} {value}\n")
+            assert with_config(["--config", str(tmp_path / f"run.{form}")]).from_file == [f"--{name}={expected}"]
+
+
+def test_a_whole_number_with_a_zero_in_front_is_that_of_the_command_line(flags, tmp_path, to_words):
+    (tmp_path / "run.yaml").write_text("seed: 010\nlr: 1e-6\n")
+    settings = parse_train([*to_words(flags), "--config", str(tmp_path / "run.yaml")])
+    assert (settings.megatron.seed, settings.megatron.lr) == (10, 1e-6)
+
+
+def test_null_and_an_empty_list_leave_a_flag_out(flags, tmp_path, to_words):
+    plain = parse_train(to_words(flags)).flags()
+    for name, text in {
+        "run.yaml": "lr: null\nseed: ~\nrollout-stop: []\ncolocate:\n", "run.toml": "rollout-stop = []\n",
+    }.items():  # fmt: skip
+        (tmp_path / name).write_text(text)
+        settings = parse_train([*to_words(flags), "--config", str(tmp_path / name)])
+        assert settings.flags() == plain | {"config": str(tmp_path / name)}
+        assert "rollout_stop" not in settings.origins
+
+
+def test_values_of_a_list_may_begin_with_dashes(flags, tmp_path, to_words):
+    (tmp_path / "run.toml").write_text('rollout-stop = ["---", "a", "-x", "b", "c", "--lr"]\n')
+    settings = parse_train([*to_words(flags), "--config", str(tmp_path / "run.toml")])
+    assert settings.rollout.sampling.rollout_stop == ("---", "a", "-x", "b", "c", "--lr")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lr = true", "lr true in the run file must be a number"),
+        ("save = false", "save false in the run file must be a text; leave it out .* put false or off or no in quotes"),
+        ("rollout-stop = false", "rollout-stop false in the run file must be a list"),
+        ("loss-type = false", "loss-type false in the run file must be one of policy_loss"),
+        ("lr = []", "lr \\[\\] must be a number; to leave it open, leave it out"),
+        ("rollout-stop = [true]", "rollout-stop True cannot be the value of a flag; .* put a text in quotes"),
+        ("lr = [1, 2]", "unexpected '2' after --lr"),
+        ('lr = "none"', "--lr: 'none' is not a number"),
+        ("wandb-group = 2026-11-27", "wandb-group datetime.date.* put a text in quotes"),
+        ("num_rollout = 3\nnum-rollout = 4", "has num-rollout twice, as num-rollout, too; give it once"),
+        ("colocate = 1", "--colocate=1 must be true or false; --colocate alone is true"),
+    ],
+)
+def test_a_value_that_is_none_of_the_flag_is_refused_by_name(text, message, flags, tmp_path, to_words):
+    name = text.partition(" ")[0].replace("_", "-")
+    words = to_words({flag: value for flag, value in flags.items() if flag != f"--{name}"})
+    (tmp_path / "run.toml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        parse_train([*words, "--config", str(tmp_path / "run.toml")])
 
 
 def test_an_unknown_name_is_answered_as_a_flag_is(flags, tmp_path):

@@ -67,12 +67,23 @@ def test_the_last_of_a_repeated_single_value_counts():
         (["--kind", "c"], "--kind: invalid choice: 'c' (choose from 'a', 'b')"),
         (["--colocate", "true"], "unexpected 'true' after --colocate; that flag takes no such value"),
         (["stray"], "unexpected 'stray'; flags start with --"),
+        (["--lr", "3", "--colocate", "3"], "unexpected '3' after --colocate; that flag takes no such value"),
+        (["--kind=a", "b"], "unexpected 'b' after --kind=a; that flag takes no such value"),
+        (["--share", "on", "x"], "unexpected 'x' after --share; that flag takes no such value"),
+        (["--num-steps", "2", "-x"], "unexpected '-x' after --num-steps; that flag takes no such value"),
+        (["--eval-prompt-data", "a", "-x"], "unexpected '-x'; flags start with --"),
     ],
 )
 def test_errors_are_one_line(words, message):
     with pytest.raises(FlagError) as caught:
         read(*words)
     assert str(caught.value) == message
+
+
+def test_every_word_that_belongs_to_no_flag_is_named():
+    with pytest.raises(FlagError) as caught:
+        read("a", "--colocate", "b", "c", "--eval-prompt-data", "d", "--lr", "1", "e")
+    assert [line.split()[1].rstrip(";") for line in str(caught.value).splitlines()] == ["'a'", "'b'", "'c'", "'e'"]
 
 
 def test_several_unknown_flags_in_one_message():

@@ -34,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
-    if words == ["--version"]:
+    if words[:1] == ["--version"]:
+        if words[1:]:
+            raise FlagError(f"unexpected {words[1]!r} after --version; it stands alone")
         from importlib.metadata import version
 
         print(f"slime-launch {version('slime-launch')}")

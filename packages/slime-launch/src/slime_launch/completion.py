@@ -32,8 +32,10 @@ def completion(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         return 0
-    if len(argv) > 1 or argv[0] not in SHELLS:
-        raise FlagError(f"completion {' '.join(argv)}: allowed: {', '.join(SHELLS)}")
+    if argv[1:]:
+        raise FlagError(f"unexpected {argv[1]!r} after {argv[0]}; completion takes one shell: {', '.join(SHELLS)}")
+    if argv[0] not in SHELLS:
+        raise FlagError(f"completion {argv[0]}: allowed: {', '.join(SHELLS)}")
     flags = {spec.name: spec for group in train_groups() for spec in group.flags}
     of_plan = {spec.name: spec for spec in flag_specs(PlanConfig)}
     print(bash(flags, of_plan) if argv[0] == "bash" else zsh(flags, of_plan))

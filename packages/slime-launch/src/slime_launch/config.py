@@ -372,6 +372,7 @@ class Settings:
         notes: What the command line holds that has no effect, or another name here; said once.
         origins: Where each flag that was given comes from, by name in Python: ``command line`` or ``config file``.
         unread: Flags that could not be read, by name in Python; here they have their defaults.
+        switched_off: Switches that the command says are off, by name in Python.
     """
 
     shape: Mapping[str, Any]
@@ -385,6 +386,7 @@ class Settings:
     notes: tuple[str, ...] = ()
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unread: frozenset[str] = frozenset()
+    switched_off: frozenset[str] = frozenset()
 
     @property
     def is_recorded(self) -> bool:

@@ -1,4 +1,9 @@
-"""The file of ``--config``: flags of a run in TOML or YAML, by name. The command line wins over it."""
+"""The file of ``--config``: flags of a run in TOML or YAML, by name. The command line wins over it.
+
+A value is read as on the command line: a number is the text that is written, ``010`` is 10, and ``1e-6`` and
+``"1e-6"`` are the same. ``null``, which YAML alone has, and an empty list leave a flag out; ``true`` and ``false`` are
+for switches (`slime_launch.switches`).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from slime_core.errors import ConfigError
-from slime_rollout.strict_yaml import load_yaml
+from slime_launch.switches import OFF, overridden
+from slime_rollout.strict_yaml import WrittenFloat, load_yaml
 
 FLAG = "--config"
 FORM = "write a flag on each line, such as `lr = 1e-6` in TOML or `lr: 1e-6` in YAML"
@@ -21,12 +27,16 @@ class Expanded:
     """A command line with the flags of its file in it.
 
     Attributes:
-        words: Those of the file that the command line does not give itself, and then the command line.
+        words: Those of the file that the command line does not replace, and then the command line.
         from_file: The first of these two.
+        booleans: The flags, among these, to which the file gives ``true`` or ``false``.
+        empty: Those to which it gives an empty list.
     """
 
     words: list[str]
     from_file: list[str]
+    booleans: frozenset[str] = frozenset()
+    empty: frozenset[str] = frozenset()
 
 
 def with_config(argv: Sequence[str]) -> Expanded:
@@ -35,18 +45,21 @@ def with_config(argv: Sequence[str]) -> Expanded:
     Raises:
         ConfigError: The file cannot be read, or a value has no form that a flag takes.
     """
-    typed = {word.split("=")[0] for word in argv if word.startswith("--")}
     path = _last_value(argv)
     if path is None:
         return Expanded(list(argv), [])
-    words: list[str] = []
+    replaced, found = overridden(argv), dict[str, Any]()
     for key, value in _content(path).items():
         name = "--" + str(key).removeprefix("--").replace("_", "-")
         if name == FLAG:
             raise ConfigError(f"{FLAG} {path} names another file; give one")
-        if name not in typed:
-            words += _words(path, name, value)
-    return Expanded([*words, *argv], words)
+        if name in found:
+            raise ConfigError(f"{FLAG} {path} has {name.removeprefix('--')} twice, as {key}, too; give it once")
+        found[name] = value
+    given = {name: value for name, value in found.items() if name not in replaced}
+    words = [word for name, value in given.items() for word in _words(path, name, value)]
+    booleans = frozenset(name for name, value in given.items() if isinstance(value, bool))
+    return Expanded([*words, *argv], words, booleans, frozenset(name for name, value in given.items() if value == []))
 
 
 def _last_value(argv: Sequence[str]) -> str | None:
@@ -60,10 +73,10 @@ def _last_value(argv: Sequence[str]) -> str | None:
 
 def _content(path: str) -> Mapping[str, Any]:
     if Path(path).suffix.lower() in (".yaml", ".yml"):
-        content = load_yaml(FLAG, path)
+        content = load_yaml(FLAG, path, written=True)
     elif Path(path).suffix.lower() == ".toml":
         try:
-            content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            content = tomllib.loads(Path(path).read_text(encoding="utf-8"), parse_float=WrittenFloat.of)
         except FileNotFoundError:
             raise ConfigError(f"{FLAG} {path} does not exist; give a TOML or YAML file") from None
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -76,15 +89,23 @@ def _content(path: str) -> Mapping[str, Any]:
 
 
 def _words(path: str, name: str, value: Any) -> list[str]:
-    """A flag of the file as words; none for ``false`` and for nothing."""
-    if value is None or value is False:
+    """A flag of the file as words; none for nothing."""
+    if value is None:
         return []
-    if value is True:
-        return [name]
-    if isinstance(value, list):
-        flat = [part for item in value for part in (item if isinstance(item, list) else [item])]
-        return [name, *(_text(path, name, item) for item in flat)]
-    return [f"{name}={_text(path, name, value)}"]
+    if isinstance(value, bool):
+        return [name] if value else [f"{name}={OFF[0]}"]
+    if not isinstance(value, list):
+        return [f"{name}={_text(path, name, value)}"]
+    flat = [part for item in value for part in (item if isinstance(item, list) else [item])]
+    words: list[str] = []
+    is_open = False  # whether one more value can follow
+    for text in (_text(path, name, item) for item in flat):
+        if text.startswith("-"):
+            words.append(f"{name}={text}")
+        else:
+            words += [text] if is_open else [name, text]
+        is_open = not text.startswith("-")
+    return words or [name]
 
 
 def _text(path: str, name: str, value: Any) -> str:
@@ -92,4 +113,7 @@ def _text(path: str, name: str, value: Any) -> str:
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         return str(value)
-    raise ConfigError(f"{FLAG} {path}: {name.removeprefix('--')} {value!r} cannot be the value of a flag; {FORM}")
+    raise ConfigError(
+        f"{FLAG} {path}: {name.removeprefix('--')} {value!r} cannot be the value of a flag; {FORM}, and put a text in "
+        "quotes"
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from slime_launch.config import ClusterConfig
+from slime_launch.parser import OneLineParser
 from slime_rollout.engine.python import find_python, importable_in
 from slime_rollout.engine.sglang_flags import engine_device, missing_sglang
 
@@ -40,7 +40,7 @@ class Finding:
 
 def doctor(argv: list[str]) -> int:
     """Print what was found; returns 1 if a run could not start, else 0."""
-    parser = argparse.ArgumentParser(prog="slime-launch doctor", description=__doc__, allow_abbrev=False)
+    parser = OneLineParser(prog="slime-launch doctor", description=__doc__)
     parser.add_argument("--sglang-python", metavar="PYTHON", help="interpreter that SGLang runs in")
     given = parser.parse_args(argv)
     findings = [*check_packages(), *check_sglang(given.sglang_python), *check_device(engine_device())]

@@ -21,7 +21,8 @@ from slime_launch.devices import run_device
 from slime_launch.errors import FlagError, about_read
 from slime_launch.idle import idle_problems
 from slime_launch.megatron_flags import answered, megatron_groups, megatron_help
-from slime_launch.parser import FlagGroup, build_parser, parse_all, without
+from slime_launch.parser import FlagGroup, build_parser, leading_strays, parse_all, unexpected, without
+from slime_launch.switches import OFF, switched
 from slime_launch.translate import items, translate_upstream
 from slime_launch.wandb_run import hide_key
 from slime_megatron.config import MegatronConfig
@@ -93,19 +94,22 @@ def read_train(
 
 def _read(argv: Sequence[str], *, on_gpu: bool | None, elsewhere: bool) -> tuple[Settings, list[str], list[str]]:
     """Settings; what cannot be read of the command line; how values contradict each other."""
-    expanded = with_config(argv)
+    stray = leading_strays(argv)
+    expanded = with_config(argv[len(stray) :])
     words, as_given = expanded.words, dict[str, Any]()
     if elsewhere and not importable_in(find_python(sglang_python(words)), "sglang"):
-        words, as_given = _without_sglang(words)
+        words, as_given = _without_sglang(words, expanded.booleans)
     groups, parser, refused = _command(words)
     words = without(words, [line.split()[0] for line in refused])
     known = {spec.name: spec for group in groups for spec in group.flags}
     if not groups[-1].flags:
         words = without(words, [word.split("=")[0] for word in words if _is_sglangs(word, known)])
-    translated = translate_upstream(words, known)
+    switches = switched(words, known, booleans=expanded.booleans, empty=expanded.empty)
+    translated = translate_upstream(switches.words, known)
     megatrons = answered(translated.words, known)
+    refused = [*(unexpected(word, "", known) for word in stray), *refused, *switches.problems]
     found = parse_all(groups, parser, megatrons.words, [*refused, *translated.problems, *megatrons.problems])
-    given = found.given
+    given = _without_switched_off(found.given, switches.off, groups)
     from_file = {item.name for item in items(translate_upstream(expanded.from_file, known).words)}
     origins = {
         spec.dest: "config file" if name in from_file else "command line"
@@ -124,9 +128,15 @@ def _read(argv: Sequence[str], *, on_gpu: bool | None, elsewhere: bool) -> tuple
     shape = {flag.dest: given[flag.dest] for flag in SHAPE_FLAGS if flag.dest in given}
     unused = [*translated.unused, *megatrons.unused]
     notes = (*([f"no effect here: {', '.join(unused)}"] if unused else []), *translated.notes)
-    unread = _with_followers(found.unread, given)
-    settings = Settings(shape=shape, notes=notes, origins=origins, unread=unread, **configs)
+    unread = _with_followers(found.unread.union(known[name].dest for name in switches.unread), given)
+    settings = Settings(shape=shape, notes=notes, origins=origins, unread=unread, switched_off=switches.off, **configs)
     return settings, found.problems, about_read([*contradictions, *idle_problems(settings)], unread)
+
+
+def _without_switched_off(given: dict[str, Any], off: frozenset[str], groups: Sequence[FlagGroup]) -> dict[str, Any]:
+    """Without the switches that are off: ours are off unless given, those of Megatron and SGLang may be on."""
+    others = {spec.dest for group in (*groups[-4:-2], groups[-1]) for spec in group.flags}
+    return {name: value for name, value in given.items() if name not in off} | dict.fromkeys(off & others, False)
 
 
 def _configs(given: Mapping[str, Any], groups: Sequence[FlagGroup], as_given: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,7 +152,10 @@ def _configs(given: Mapping[str, Any], groups: Sequence[FlagGroup], as_given: Ma
             args = {sglang[dest]: value for dest, value in given.items() if dest in sglang}
             if given.get("trust_remote_code"):
                 args.setdefault("trust-remote-code", True)
-            values["sglang_args"] = args | dict(as_given)
+            values["sglang_off"] = tuple(name for name, value in (args | dict(as_given)).items() if value is False)
+            values["sglang_args"] = {
+                name: value for name, value in (args | dict(as_given)).items() if value is not False
+            }
             values["router_args"] = {router[dest]: value for dest, value in given.items() if dest in router}
         if config is MegatronConfig:
             values["megatron_args"] = megatron_args({dest: given[dest] for dest in given if dest in megatron})
@@ -160,8 +173,11 @@ def _is_sglangs(word: str, known: Collection[str]) -> bool:
     return word.startswith(PREFIX) and word.split("=")[0] not in known
 
 
-def _without_sglang(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """The words without SGLang's own flags, and these by name with their values; refused ones are left in."""
+def _without_sglang(words: Sequence[str], booleans: Collection[str]) -> tuple[list[str], dict[str, Any]]:
+    """The words without SGLang's own flags, and these by name with their values; refused ones are left in.
+
+    ``booleans`` are flags to which a run file gives ``true`` or ``false``.
+    """
     known = {spec.name for group in train_groups() for spec in group.flags}
     kept: list[str] = []
     args: dict[str, list[str]] = {}
@@ -175,8 +191,10 @@ def _without_sglang(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
                 into.extend([value] if equals else [])
                 continue
         (kept if into is None else into).append(word)
+    off = {name for name, values in args.items() if PREFIX + name in booleans and values == list(OFF[:1])}
     return kept, {
-        name: True if not values else values[0] if len(values) == 1 else tuple(values) for name, values in args.items()
+        name: name not in off if name in off or not values else values[0] if len(values) == 1 else tuple(values)
+        for name, values in args.items()
     }
 
 

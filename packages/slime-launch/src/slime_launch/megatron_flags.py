@@ -9,6 +9,7 @@ from slime_convert.shape import ModelShape
 from slime_launch.config import Settings
 from slime_launch.devices import run_device
 from slime_launch.parser import FlagGroup, without
+from slime_launch.switches import OFF
 from slime_megatron.arguments import classes, reason
 from slime_megatron.core_check import argument_notices, check_megatron_args
 from slime_megatron.megatron_words import answer, field_words, other_words
@@ -54,11 +55,12 @@ def answered(argv: Sequence[str], known: Collection[str]) -> Answered:
     """Answer the words of Megatron's that name no field; ``known`` are those that the parser knows."""
     unused, problems, taken = [], [], []
     for name in unknown_words(argv, known):
-        found = answer(name, _values(argv, name))
+        values = _values(argv, name)
+        found = answer(name, values)
         if found is None:
             continue
         taken.append(name)
-        if found.has_no_effect:
+        if found.has_no_effect or [value.lower() in OFF for value in values] == [True]:
             unused.append(f"{name} ({found.reason})")
         else:
             problems.append(f"{name} cannot be given: {found.reason}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import shlex
@@ -15,7 +14,7 @@ from slime_core.flags import FlagSpec
 from slime_launch.answers import OTHERS, Outcome, foreign_answer, named_here, table
 from slime_launch.errors import FlagError
 from slime_launch.flags import PREFIX, command
-from slime_launch.parser import parse, suggestions
+from slime_launch.parser import OneLineParser, parse, suggestions
 from slime_launch.redact import HIDDEN, is_secret
 from slime_launch.shell_words import TrainCommand, read_command, unresolved
 from slime_launch.translate import Became, Context, Item, become, context, items, ours_of
@@ -61,7 +60,7 @@ def migrate(argv: list[str]) -> int:
     Returns:
         0 if every flag has its like here or needs none; 1 if one is not built, refused or unknown.
     """
-    parser = argparse.ArgumentParser(prog="slime-launch migrate", description=__doc__, allow_abbrev=False)
+    parser = OneLineParser(prog="slime-launch migrate", description=__doc__)
     parser.add_argument("--toml", metavar="FILE", help="write the flags to this file, for --config, not as a command")
     parser.add_argument(
         "script", nargs="+", help="a shell script, or the words of a command after `--`; a script is read, not run"
@@ -85,7 +84,9 @@ def migrate(argv: list[str]) -> int:
 
 def _read_script(script: Sequence[str]) -> TrainCommand:
     path = Path(script[0])
-    if len(script) == 1 and path.is_file():
+    if path.is_file():
+        if script[1:]:
+            raise FlagError(f"unexpected {script[1]!r} after {path}; give one script, or the words after --")
         return read_command(path.read_text(encoding="utf-8"), path.parent)
     if len(script) == 1 and not any(letter.isspace() for letter in script[0]):
         raise ConfigError(f"{path} does not exist; give a shell script, or the words of a command after --")

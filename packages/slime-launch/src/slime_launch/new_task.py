@@ -6,7 +6,6 @@ the link `recipes`, which a wheel has as a folder.
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import os
 import re
@@ -15,9 +14,10 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from slime_launch.errors import FlagError, RecipeError
+from slime_launch.errors import RecipeError
+from slime_launch.parser import OneLineParser
 
 RECIPES = Path(__file__).parent / "recipes"
 DEFAULT = "own-reward"
@@ -65,7 +65,9 @@ class RecipeFolder:
 
 def recipes(argv: list[str]) -> int:
     """Print every recipe: name, what it runs on, title."""
-    parser = _Parser(prog="slime-launch recipes", description="List the recipes that `slime-launch new` can copy.")
+    parser = OneLineParser(
+        prog="slime-launch recipes", description="List the recipes that `slime-launch new` can copy."
+    )
     parser.parse_args(argv)
     rows = [(recipe.name, recipe.where, recipe.title) for recipe in find_recipes().values()]
     name_width, where_width = (max(len(row[column]) for row in rows) for column in (0, 1))
@@ -81,7 +83,7 @@ def new(argv: list[str]) -> int:
     Raises:
         RecipeError: There is no such recipe, or ``NAME`` exists already.
     """
-    parser = _Parser(
+    parser = OneLineParser(
         prog="slime-launch new",
         description="Copy a recipe into a new folder, with its own paths in it, and say what to do next.",
     )
@@ -218,11 +220,3 @@ def _relinked(link: re.Match[str], folder: Path, target: Path) -> str:
     """A README's link out of its folder, as it is from the copy."""
     linked = folder.resolve() / link[1]
     return f"]({os.path.relpath(linked, target.resolve())}" if linked.exists() else link[0]
-
-
-class _Parser(argparse.ArgumentParser):
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, **kwargs)
-
-    def error(self, message: str) -> NoReturn:
-        raise FlagError(f"{message}; see {self.prog} --help")

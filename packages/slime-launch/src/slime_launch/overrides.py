@@ -29,7 +29,7 @@ def read_overrides(settings: Settings) -> Overrides:
     path = settings.run.megatron_config_path
     if path is None:
         return {}
-    content = load_yaml(FLAG, path)
+    content = load_yaml(FLAG, path, written=True)
     rows = content.get("megatron") if isinstance(content, dict) else None
     if not isinstance(rows, list) or content.keys() != {"megatron"}:
         raise ConfigError(f"{FLAG} {path} must hold a list under `megatron`, and nothing else; {FORM}")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
@@ -41,13 +43,24 @@ class _Parser(argparse.ArgumentParser):
         raise FlagError(message.removeprefix("argument "))
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """A parser of a few words whose errors are one line, without the usage."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises FlagError."""
+        raise FlagError(f"{message.replace('unrecognized arguments:', 'unexpected')}; see {self.prog} --help")
+
+
 def build_parser(
-    groups: Iterable[FlagGroup], *, prog: str, description: str, epilog: str = ""
+    groups: Iterable[FlagGroup], *, prog: str, description: str, epilog: str = "", words: str = ""
 ) -> argparse.ArgumentParser:
-    """The parser of ``groups``. It leaves absent flags out of its result."""
+    """The parser of ``groups``. It leaves absent flags out of its result; ``words`` are shown before the flags."""
     parser = _Parser(
         prog=prog,
-        usage=f"{prog} [flags]",
+        usage=f"{prog} {words} [flags]" if words else f"{prog} [flags]",
         description=description,
         epilog=epilog or None,
         allow_abbrev=False,
@@ -119,7 +132,9 @@ def parse_all(
                 raise
     given = vars(namespace)
     if extras:
-        problems.append(_unexpected(extras[0], argv, known))
+        problems += [unexpected(word, before, known) for word, before in strays(words, known)] or [
+            unexpected(extras[0], "", known)
+        ]
     for name, spec in known.items():
         if spec.dest in given:
             given[spec.dest] = tuple(given[spec.dest]) if spec.nargs else given[spec.dest]
@@ -197,15 +212,34 @@ def _reader(kind: type) -> Callable[[str], Any]:
     return read
 
 
-def _unexpected(word: str, argv: Sequence[str], known: Collection[str]) -> str:
-    """Message for a word that belongs to no flag; the flag before it is the likely cause."""
+def leading_strays(argv: Sequence[str]) -> list[str]:
+    """The words before the first flag."""
+    return [*itertools.takewhile(lambda word: not word.startswith("--"), argv)]
+
+
+def strays(argv: Sequence[str], known: Mapping[str, FlagSpec]) -> Iterator[tuple[str, str]]:
+    """The words that belong to no flag, each with the flag before it as typed; empty where there is none."""
+    before, room = "", 0.0
+    for word in argv:
+        if word.startswith("--"):
+            name, equals, _ = word.partition("=")
+            spec, before = known.get(name), word
+            room = 0 if equals or (spec is not None and spec.is_switch) else math.inf
+            room = 1 if room and spec is not None and not spec.nargs else room
+        elif room < 1:
+            yield word, before
+        else:
+            room -= 1
+
+
+def unexpected(word: str, before: str, known: Collection[str]) -> str:
+    """Message for a word that belongs to no flag; the flag ``before`` it is the likely cause."""
     setting, equals, value = word.partition("=")
     if equals and (answer := foreign_answer(setting, known)) is not None:
         return f"unexpected {word!r}; {answer.why or f'here it is {answer.to} {answer.value or value}'}"
-    before = [other for other in argv[: list(argv).index(word)] if other.startswith("--")]
     if not before:
         return f"unexpected {word!r}; flags start with --"
-    return f"unexpected {word!r} after {before[-1]}; that flag takes no such value"
+    return f"unexpected {word!r} after {before}; that flag takes no such value"
 
 
 def suggestions(name: str, known: Collection[str]) -> list[str]:

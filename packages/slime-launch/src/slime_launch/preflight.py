@@ -26,6 +26,7 @@ from slime_launch.names import with_paths
 from slime_launch.overrides import Overrides, read_overrides
 from slime_launch.resume import StartWeights, find_run, start_weights
 from slime_launch.room import check_room, existing
+from slime_launch.switches import check_switched_off
 from slime_launch.validate import (
     check_on_cpu,
     check_quantized,
@@ -152,6 +153,7 @@ def look(settings: Settings, problems: Problems, *, elsewhere: bool = False, abs
     directory = Path(settings.rollout.data.hf_checkpoint)
     problems.attempt(check_hf_directory, directory, weights=str(directory) not in absent)
     shape = problems.attempt(check_shape, settings) if (directory / "config.json").is_file() else None
+    problems.attempt(check_switched_off, settings, shape)
     if shape is not None:
         if settings.trains:
             problems.attempt(check_fits, settings.megatron, shape)

@@ -38,8 +38,6 @@ _DERIVED = ("lr_decay_iters", "bf16", "use_distributed_optimizer")
 
 
 DESCRIPTION = """\
-usage: slime-launch replay RUN --step N [flags]
-
 Train on rollout N of a run again, from the newest checkpoint before it, and say whether samples, metrics and weights
 come out equal to the last bit. RUN is the run's --output-dir. Exit codes: 0 they do; 1 they do not, or training failed;
 2 it cannot be done."""
@@ -71,17 +69,21 @@ def replay(argv: Sequence[str]) -> int:
     """
     specs = flag_specs(ReplayConfig)
     groups = [FlagGroup("replay", tuple(specs))]
-    parser = build_parser(groups, prog="slime-launch replay", description=DESCRIPTION)
+    parser = build_parser(groups, prog="slime-launch replay", description=DESCRIPTION, words="RUN --step N")
     if "--help" in argv or "-h" in argv:
         parser.print_help()
         return 0
     own, runs = split_words(argv, {spec.name: not spec.is_switch for spec in specs})
     config = ReplayConfig(**parse(groups, parser, [*own, *(word for word in runs if word.startswith("-"))]))
-    if len(runs) != 1 or config.step is None:
+    if len(runs) > 1:
+        raise FlagError(f"unexpected {runs[1]!r} after {runs[0]}; replay takes one run's --output-dir")
+    if not runs or config.step is None:
         raise FlagError("replay needs a run's --output-dir and a rollout, such as runs/first-run --step 12")
     run = WrittenRun(Path(runs[0]))
     found = find_start(run, config.step)
     output_dir = Path(config.output_dir or run.directory / "replays" / str(config.step))
+    if output_dir.resolve() == run.directory.resolve():
+        raise FlagError(f"--output-dir {output_dir} is the run itself; give another, or leave it out")
     output_dir.mkdir(parents=True, exist_ok=True)
     checked = checked_replay(run, found, output_dir)
     if (code := supervise(checked, output_dir)) != 0:

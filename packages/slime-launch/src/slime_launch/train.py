@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import pickle
 import sys
@@ -13,7 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime_launch.config_file import with_config
+from slime_launch.errors import FlagError
 from slime_launch.flags import OTHERS, command, read_train
+from slime_launch.parser import leading_strays, unexpected
+from slime_launch.short_help import print_help
 
 if TYPE_CHECKING:
     from slime_launch.config import ClusterConfig, Settings
@@ -27,19 +31,34 @@ ASYNC_BUFFER = "--async-buffer-size"
 def train_async(argv: list[str]) -> int:
     """``slime-launch train-async``: as :func:`train`, with one rollout generated ahead unless the command says more."""
     given = any(word.split("=")[0] == ASYNC_BUFFER for word in with_config(argv).words)
-    return train(argv if given else [ASYNC_BUFFER, "1", *argv])
+    return train(argv if given else after([ASYNC_BUFFER, "1"], argv))
 
 
 def sft(argv: list[str]) -> int:
     """``slime-launch sft``: as :func:`train` with ``--loss-type sft_loss``."""
-    return train(["--loss-type", "sft_loss", *argv])
+    if "--help" in argv or "-h" in argv:
+        print_help("sft")
+        return 0
+    return train(after(["--loss-type", "sft_loss"], argv))
 
 
 def evaluate(argv: list[str]) -> int:
     """``slime-launch eval``: as :func:`train` with ``--num-rollout 0``, whatever the command says."""
     if "--help" in argv or "-h" in argv:
-        return train(argv)
-    return train(["--rollout-batch-size", "1", *argv, "--num-rollout", "0"])
+        print_help("eval")
+        return 0
+    return train([*after(["--rollout-batch-size", "1"], argv), "--num-rollout", "0"])
+
+
+def after(defaults: list[str], argv: list[str]) -> list[str]:
+    """A command line behind flags that it may give itself.
+
+    Raises:
+        FlagError: It begins with another word than a flag, which would seem to belong to the defaults.
+    """
+    for word in leading_strays(argv):
+        raise FlagError(unexpected(word, "", ()))
+    return [*defaults, *argv]
 
 
 def train(argv: list[str]) -> int:
@@ -62,10 +81,21 @@ def train(argv: list[str]) -> int:
 
         checked = preflight(settings, contradictions)
         output_dir = checked.settings.run.output_dir or (checked.manifest.output_dir if checked.manifest else None)
-        output_dir = output_dir or f"outputs/{time.strftime('%Y%m%d-%H%M%S')}"
+        if output_dir is None:
+            output_dir = str(new_directory(Path("outputs"), time.strftime("%Y%m%d-%H%M%S")))
         if checked.manifest is not None and report_if_finished(checked, Path(output_dir)):
             return 0
         return run(with_output(checked, output_dir), Path(output_dir))
+
+
+def new_directory(parent: Path, name: str) -> Path:
+    """Make a directory that no other run has, as one that starts in the same second would."""
+    for number in itertools.count(1):
+        path = parent / (name if number == 1 else f"{name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(parents=True)
+            break
+    return path
 
 
 @contextlib.contextmanager

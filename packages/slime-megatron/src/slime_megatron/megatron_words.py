@@ -179,12 +179,20 @@ def field_words() -> dict[str, Word]:
 
 
 def megatron_args(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments by field, from the values of words by their names in Python; other names are left out."""
+    """The arguments by field, from the values of words by their names in Python; other names are left out.
+
+    A switch that is ``False`` sets its field to the opposite, unless it is one that switches something off.
+    """
     args = {}
     for word in field_words().values():
         if word.spec.dest in given:
             value = given[word.spec.dest]
-            args[word.field] = word.value if word.spec.is_switch else _fitting(word, value)
+            if not word.spec.is_switch:
+                args[word.field] = _fitting(word, value)
+            elif value:
+                args[word.field] = word.value
+            elif word.value is True:
+                args.setdefault(word.field, False)
     return args
 
 
@@ -197,7 +205,7 @@ def said(name: str, value: Any) -> str:
             return f"{word.spec.name} {shown}"
         if word.value == value:
             return word.spec.name
-    return f"{name} {value}"
+    return f"{words[0].spec.name}=false" if words and value is False else f"{name} {value}"
 
 
 def answer(word: str, values: Sequence[str]) -> Answer | None:

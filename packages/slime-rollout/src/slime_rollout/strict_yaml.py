@@ -1,17 +1,59 @@
-"""YAML files that flags name, read strictly."""
+"""YAML files that flags name, read strictly.
+
+Numbers are those of YAML 1.2 and of a command line: ``1e-6`` is one, ``010`` is 10, and ``1:30`` is a text. ``yes``,
+``no``, ``on`` and ``off`` are true and false, as in YAML 1.1.
+"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import yaml
 
 from slime_core.errors import ConfigError
 
 
+class WrittenInt(int):
+    """A whole number that is shown as it was written: ``007``."""
+
+    text: str
+
+    def __str__(self) -> str:
+        """The text."""
+        return self.text
+
+
+class WrittenFloat(float):
+    """A number that is shown as it was written: ``1.10`` and ``1e-6``, not 1.1 and 1e-06."""
+
+    text: str
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """The number that a text is."""
+        number = cls(text)
+        number.text = text
+        return number
+
+    def __str__(self) -> str:
+        """The text."""
+        return self.text
+
+
 class _Loader(yaml.SafeLoader):
     """Refuses a repeated key; YAML's readers silently take the last one."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {  # type: ignore[misc]
+        first: [(tag, pattern) for tag, pattern in found if tag.rpartition(":")[2] not in ("int", "float", "value")]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        text = str(self.construct_scalar(node))
+        base = {"0x": 16, "0o": 8, "0b": 2}.get(text.lstrip("+-")[:2].lower(), 10)
+        return int(text, base)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -23,10 +65,51 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-def load_yaml(flag: str, path: str) -> Any:
-    """The content of a YAML file that ``flag`` names; a `ConfigError` if it is unreadable, invalid or repeats a key."""
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"[-+]?(?:[0-9][0-9_]*|0x[0-9a-fA-F]+|0o[0-7]+|0b[01]+)\Z"), [*"-+0123456789"]
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"(?:[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+][0-9]+"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z"
+    ),
+    [*"-+.0123456789"],
+)
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+
+
+class _WrittenLoader(_Loader):
+    def written_text(self, node: yaml.ScalarNode) -> str:
+        return str(node.value)
+
+    def written_int(self, node: yaml.ScalarNode) -> WrittenInt:
+        number = WrittenInt(self.construct_yaml_int(node))
+        number.text = node.value
+        return number
+
+    def written_float(self, node: yaml.ScalarNode) -> WrittenFloat:
+        number = WrittenFloat(self.construct_yaml_float(node))
+        number.text = node.value
+        return number
+
+
+_WrittenLoader.add_constructor("tag:yaml.org,2002:int", _WrittenLoader.written_int)
+_WrittenLoader.add_constructor("tag:yaml.org,2002:timestamp", _WrittenLoader.written_text)
+_WrittenLoader.add_constructor("tag:yaml.org,2002:float", _WrittenLoader.written_float)
+
+
+def load_yaml(flag: str, path: str, *, written: bool = False) -> Any:
+    """The content of a YAML file that ``flag`` names.
+
+    With ``written``, where values may turn out to be texts, numbers are shown as they are written, and a date is the
+    text that it is.
+
+    Raises:
+        ConfigError: It is unreadable, invalid or repeats a key.
+    """
     try:
-        return yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+        return yaml.load(Path(path).read_text(encoding="utf-8"), _WrittenLoader if written else _Loader)
     except FileNotFoundError:
         raise ConfigError(f"{flag} {path} does not exist; give a YAML file") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -14,6 +14,7 @@ def test_every_field_but_the_pass_through_is_a_flag():
     names = {spec.dest for spec in flag_specs(EngineConfig)}
     assert names == {field.name for field in dataclasses.fields(EngineConfig)} - {
         "sglang_args",
+        "sglang_off",
         "router_args",
         "own_key",
         "template",

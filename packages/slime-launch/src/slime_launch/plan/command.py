@@ -85,7 +85,7 @@ def plan(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         parser.print_help()
         return 0
-    own, words = split_words(argv, _own_flags(argv))
+    own, words = split_words(argv, _own_flags(argv), others_follow=False)
     problems = Problems()
     config = problems.attempt(lambda: PlanConfig(**parse(groups, parser, own)))
     device = None if config is None else problems.attempt(find_device, config.device, config.device_memory_gib)
@@ -182,16 +182,28 @@ def as_config(settings: Settings, derived: Mapping[str, Any]) -> str:
     return "".join(lines)
 
 
-def split_words(argv: Sequence[str], known: dict[str, bool]) -> tuple[list[str], list[str]]:
-    """The words of some flags, and all others; ``known`` says whether a flag has a value."""
+def split_words(
+    argv: Sequence[str], known: dict[str, bool], *, others_follow: bool = True
+) -> tuple[list[str], list[str]]:
+    """The words of some flags, and all others.
+
+    Args:
+        argv: The words of a command line.
+        known: Whether each of the flags has a value.
+        others_follow: Whether a word after such a flag and its value is one of the others; else it is among the
+            first, where it is unexpected.
+    """
     own: list[str] = []
     others: list[str] = []
+    into = others
     words = iter(argv)
     for word in words:
         name, _, attached = word.partition("=")
         if name not in known:
-            others.append(word)
+            into = others if others_follow or word.startswith("-") else into
+            into.append(word)
             continue
+        into = own
         own.append(word)
         if known[name] and not attached:
             own.extend(value for value in [next(words, None)] if value is not None)

@@ -25,8 +25,6 @@ from slime_launch.report.trace import chrome_trace
 
 PAGE_FILE = "report.html"
 DESCRIPTION = """\
-usage: slime-launch report RUN [RUN ...] [flags]
-
 Write a page about a run, which needs no network: its curves, who was busy when, samples token by token, settings.
 RUN is the run's --output-dir. Several runs are shown side by side."""
 
@@ -58,7 +56,7 @@ def report(argv: Sequence[str]) -> int:
     """
     specs = flag_specs(ReportConfig)
     groups = [FlagGroup("report", tuple(specs))]
-    parser = build_parser(groups, prog="slime-launch report", description=DESCRIPTION)
+    parser = build_parser(groups, prog="slime-launch report", description=DESCRIPTION, words="RUN [RUN ...]")
     if "--help" in argv or "-h" in argv:
         parser.print_help()
         return 0

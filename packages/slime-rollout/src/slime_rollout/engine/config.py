@@ -127,6 +127,7 @@ class EngineConfig(WeightSyncConfig, needs=GENERATES):
     Attributes:
         sglang_args: SGLang's own flags by name, without ``--sglang-``: ``{"chunked-prefill-size": "512",
             "enable-metrics": True}``. They win over slime's choices.
+        sglang_off: SGLang's own switches that are off also where slime would choose them.
         router_args: sglang-router's own flags by name, without ``--router-``, likewise.
         own_key: The key that engines and router ask for where ``--sglang-api-key`` gives none, of :meth:`with_key`.
         template: Address of a process that has imported SGLang, to fork engines from; of `engine.template`.
@@ -229,6 +230,7 @@ class EngineConfig(WeightSyncConfig, needs=GENERATES):
         needs=(GENERATES, unless("rollout_external_engine_addrs")),
     )
     sglang_args: Mapping[str, SglangValue] = dataclasses.field(default_factory=dict)
+    sglang_off: tuple[str, ...] = ()
     router_args: Mapping[str, RouterValue | tuple[RouterValue, ...]] = dataclasses.field(default_factory=dict)
     own_key: str | None = dataclasses.field(default=None, repr=False)
     template: str | None = dataclasses.field(default=None, repr=False)

@@ -140,7 +140,7 @@ def server_command(config: EngineConfig, spec: EngineSpec) -> list[str]:
     flags |= _role_flags(config, spec)
     if spec.meeting_point is not None:
         flags |= {"nnodes": str(spec.nodes), "node-rank": str(spec.node_rank), "dist-init-addr": spec.meeting_point}
-    flags |= {**config.sglang_args, **spec.sglang_args}
+    flags |= {**dict.fromkeys(config.sglang_off, False), **config.sglang_args, **spec.sglang_args}
     command = [config.python, *module_words("sglang.launch_server", config.key)]
     for name, value in flags.items():
         if value is not False and name != API_KEY:

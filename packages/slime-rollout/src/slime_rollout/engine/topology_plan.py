@@ -144,7 +144,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 def read_topology(path: str) -> Topology:
     """Read a YAML file; raises `ConfigError`, with the place, if it cannot be read or holds something invalid."""
-    content = load_yaml(FLAG, path)
+    content = load_yaml(FLAG, path, written=True)
     try:
         return msgspec.convert(_normalized(content), Topology)
     except msgspec.ValidationError as error:
