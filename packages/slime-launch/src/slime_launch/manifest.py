@@ -1,4 +1,4 @@
-"""The manifest in ``--save``, which says what a run can be continued from, and the lock of a run that uses it.
+"""The manifest in ``--save``, which says what a run can be continued from, and the lock of a directory in use.
 
 The manifest is written last, when the checkpoint of every trainer rank lies on disk, and it is replaced in one move.
 So whatever is found in ``--save`` besides it is either what it names, or older, or half-written and ignored.
@@ -89,13 +89,16 @@ def read_manifest(directory: Path) -> Manifest | None:
 
 
 @contextlib.contextmanager
-def locked(directory: Path, *, check: Callable[[], None], seconds: float | None = None) -> Iterator[None]:
+def locked(
+    directory: Path, *, check: Callable[[], None], seconds: float | None = None, flag: str = "--save"
+) -> Iterator[None]:
     """Have a run's directory alone until the block ends, or the process, however it ends.
 
     Args:
         directory: Is made if it is not there, and removed at the end if nothing but the lock was put into it.
         check: Called while waiting for another run to end; may raise.
         seconds: Longest wait; ``None`` means 20.
+        flag: The flag that gives the directory.
 
     Raises:
         ManifestError: Another run uses the directory.
@@ -105,7 +108,7 @@ def locked(directory: Path, *, check: Callable[[], None], seconds: float | None 
         if time.monotonic() > deadline:
             user = (directory / LOCK).read_text(encoding="utf-8").strip() if (directory / LOCK).exists() else "ending"
             raise ManifestError(
-                f"--save {directory} is in use by another run ({user}); stop it, or give another --save"
+                f"{flag} {directory} is in use by another run ({user}); stop it, or give another {flag}"
             )
         check()
         time.sleep(0.1)

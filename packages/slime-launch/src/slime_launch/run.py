@@ -26,6 +26,7 @@ from slime_launch.healing import run_healing
 from slime_launch.loop import Parts
 from slime_launch.manifest import locked
 from slime_launch.megatron_flags import argument_notes
+from slime_launch.output_dir import make_room
 from slime_launch.placement import (
     Layout,
     Placement,
@@ -45,7 +46,7 @@ from slime_launch.resume import RunState, start_notes
 from slime_launch.rollouts import RolloutWorker
 from slime_launch.sources import RecordedSpec, SourceSpec
 from slime_launch.stalls import StallWatch
-from slime_launch.tracking import Tracker, read_rows
+from slime_launch.tracking import Tracker
 from slime_launch.trainers import TrainerGroup, TrainerSpec
 from slime_launch.validate import (
     canary_limit,
@@ -76,13 +77,18 @@ def run(checked: Checked, watch: Watch, ahead: RayAhead | None = None) -> int:
     """
     settings = checked.settings
     try:
-        save = settings.megatron.save
-        with contextlib.nullcontext() if save is None else locked(Path(save), check=watch.check):
+        output_dir = Path(str(settings.run.output_dir))
+        with contextlib.ExitStack() as stack:
+            for directory, flag in own_directories(settings).items():
+                stack.enter_context(locked(directory, check=watch.check, flag=flag))
             checked = look_again(checked)
-            output_dir = Path(str(settings.run.output_dir))
+            save = settings.megatron.save
+            moved = list(make_room(output_dir, None if save is None or checked.manifest is None else Path(save)))
             (output_dir / "logs").mkdir(parents=True, exist_ok=True)
             write_resolved(checked, output_dir)
             console = RunConsole(sys.stdout, output_dir / "logs" / "launch.log")
+            for line in moved:
+                console.line(line)
             # What Ray prints goes to a file, which stays open: Ray still holds it when the interpreter exits.
             ray_log = (output_dir / "logs" / "ray.log").open("a")
             with contextlib.redirect_stdout(ray_log):
@@ -102,6 +108,17 @@ def run(checked: Checked, watch: Watch, ahead: RayAhead | None = None) -> int:
     return 0
 
 
+def own_directories(settings: Settings) -> dict[Path, str]:
+    """The directories that the run writes to and no other run meanwhile, each with its flag."""
+    critic = settings.megatron.critic_save if settings.algorithm.needs_critic else None
+    given = {"--save": settings.megatron.save, "--critic-save": critic, "--output-dir": settings.run.output_dir}
+    found: dict[Path, str] = {}
+    for flag, path in given.items():
+        if path is not None and Path(path).resolve() not in map(Path.resolve, found):
+            found[Path(path)] = flag
+    return found
+
+
 def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch, ahead: RayAhead | None = None) -> None:
     """Start everything, turn the crank, stop everything, report.
 
@@ -116,8 +133,6 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch,
     if manifest is not None:
         where = settings.megatron.save or state.resume_from
         console.line(f"continuing the run in {where} after {state.iteration} rollouts")
-    elif read_rows(output_dir):
-        console.line(f"{output_dir} holds the metrics of an earlier run; this one replaces them")
     for notice in (*notices(settings), *start_lines(checked), *cluster_notices(os.environ.get("RAY_ADDRESS"))):
         console.line(notice)
     if settings.megatron.save is None and settings.trains and not settings.only_evaluates:

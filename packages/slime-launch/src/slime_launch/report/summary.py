@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from slime_core.files import write_whole
 from slime_core.metrics import eval_scores
 from slime_launch.console import RunConsole
+from slime_launch.output_dir import find_run_dir
 from slime_launch.step_metrics import example_line
 from slime_launch.tracking import TENSORBOARD_DIR, Row, read_rows
 
@@ -204,13 +205,14 @@ def report_if_finished(checked: Checked, output_dir: Path) -> bool:
     manifest, settings = checked.manifest, checked.settings
     if manifest is None or manifest.iteration < settings.num_rollout:
         return False
-    if not read_rows(output_dir):
-        output_dir = Path(manifest.output_dir)  # another --output-dir was given this time
+    save = Path(str(settings.megatron.save))
+    # Another --output-dir may have been given this time.
+    places = (find_run_dir(place, save) for place in (output_dir, Path(manifest.output_dir)))
+    output_dir = next((place for place in places if place is not None), Path(manifest.output_dir))
     rows = read_rows(output_dir)
     evaluated = any(row["kind"] == "eval" and row["rollout_id"] >= settings.num_rollout for row in rows)
     if settings.rollout.evaluation.has_eval_sets and not evaluated:
         return False
-    save = Path(str(settings.megatron.save))
     checkpoint = save / manifest.checkpoint if manifest.checkpoint is not None else None
     console = RunConsole()
     console.line(f"the run in {save} is finished: {manifest.iteration} rollouts; give a larger --num-rollout to go on")
