@@ -1,6 +1,7 @@
 """Scripts of other launchers are read without being run, and become commands of ours."""
 
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -391,3 +392,16 @@ def test_an_argument_that_is_given_to_megatron_stays():
     done = migrated(TrainCommand("train.py", ["--optimizer-cpu-offload"], []))
     assert [became.outcome for became in done.flags] == [Outcome.SAME] and done.runs
     assert "--optimizer-cpu-offload" in done.words
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["trl grpo --model_name_or_path m --lora_r 8", "python -m openrlhf.cli.train_ppo_ray --ds.lora.rank 8"],
+)
+def test_adapters_have_the_alpha_of_the_launcher_that_they_come_from(command):
+    theirs = read_command(command, Path())
+    entry, words = theirs.entry, theirs.words
+    for more, alpha in (([], "16"), (["--lora_alpha" if "trl" in command else "--ds.lora.alpha", "4"], "4")):
+        made = migrated(TrainCommand(entry, [*words, *more], [])).words
+        assert made.count("--lora-alpha") == 1 and made[made.index("--lora-alpha") + 1] == alpha
+    assert "--lora-alpha" not in migrated(TrainCommand(entry, words[:-2], [])).words

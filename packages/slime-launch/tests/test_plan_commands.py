@@ -18,8 +18,6 @@ SEEDS = json.loads((DATA / "seed_commands.json").read_text())
 REST = "--num-rollout 3 --rollout-batch-size 16 --n-samples-per-prompt 8"
 NOT_BUILT = ("--colocate on several nodes needs", "works within one machine")
 REFUSED = {
-    "readme, conversion's parallel flags": "--ckpt-format: invalid choice: 'torch' (choose from 'torch_dist'); leave "
-    "it out: --load reads checkpoints in Megatron's format torch, too, and those that are written are torch_dist",
     "slime's arguments, reinforce_plus_plus": "set --normalize-advantages",
 }
 """Commands that cannot run, and what is said."""

@@ -20,7 +20,6 @@ SEEDS = json.loads((DATA / "seed_commands.json").read_text())
 SCRIPTS = UPSTREAM["scripts"] | UPSTREAM["models"]
 REST = "--num-rollout 3 --rollout-batch-size 16 --n-samples-per-prompt 8"
 UNREADABLE = {
-    "readme, conversion's parallel flags": "--ckpt-format",
     "slime's arguments, reinforce_plus_plus": "set --normalize-advantages",
 }
 """Seeds' commands that cannot run, and the flag that is named."""

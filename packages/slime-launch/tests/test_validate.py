@@ -13,6 +13,7 @@ from slime_convert.published import PUBLISHED
 from slime_convert.quantize import Fp8Format, Int4Format
 from slime_core.errors import ConfigError
 from slime_launch import validate
+from slime_launch.cli import main
 from slime_launch.flags import parse_train
 from slime_launch.validate import (
     check_quantized,
@@ -354,3 +355,26 @@ def test_engines_of_a_quantized_model_need_a_gpu_and_weights_that_can_be_updated
     store(tmp_path, {"quant_method": "mxfp4"}, x=torch.ones(1))
     with pytest.raises(ConvertError, match="is stored as mxfp4"):
         check_quantized(settings(hf=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("words", "number"),
+    [("--lora-alpha 8", 1), ("--bf16 --fp32", 1), ("--lr -1 --min-lr 2", 1), ("--lora-alpha 8 --save-interval 3", 2)],
+)
+def test_a_problem_is_said_once_and_blames_no_overrides_that_were_not_given(
+    words, number, flags, to_words, capsys, tokenizer
+):
+    given = {name: value for name, value in flags.items() if name != "--save"}
+    assert main(["plan", *to_words(given), *words.split()]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("slime-launch: ")]
+    assert len(lines) == number and "overrides" not in "".join(lines)
+
+
+def test_a_format_of_checkpoints_that_is_not_written_is_said_once(flags, to_words, capsys, tokenizer):
+    assert main(["plan", *to_words(flags), "--ckpt-format", "torch"]) == 0
+    said = "--ckpt-format torch: what is read is detected, and torch_dist is written"
+    assert "".join(capsys.readouterr()).count(said) == 1
+    for other in ("zarr", "torch_dcp", "fsdp_dtensor"):
+        assert main(["plan", *to_words(flags), "--ckpt-format", other]) == 2
+        [line] = [line for line in capsys.readouterr().err.splitlines() if "--ckpt-format" in line]
+        assert f"invalid choice: '{other}'" in line and "torch_dist is written" in line

@@ -69,7 +69,9 @@ def test_flags_carry_megatron_names_and_defaults():
         ({"attention_dropout": 0.1}, "--attention-dropout 0.1 must be 0; log-probs"),
         ({"hidden_dropout": 0.1}, "--hidden-dropout 0.1"),
         ({"optimizer": "sgd"}, "--optimizer sgd is unknown; allowed: adam"),
-        ({"ckpt_format": "torch"}, "allowed: torch_dist"),
+        ({"ckpt_format": "zarr"}, "allowed: torch_dist, torch; leave it out: torch_dist is written"),
+        ({"lora_alpha": 16.0}, "--lora-alpha 16 needs --lora-rank, the adapters' rank; give it too"),
+        ({"lora_target_modules": ("q_proj",)}, "--lora-target-modules needs --lora-rank, the adapters' rank"),
         ({"lr": float("nan")}, "--lr nan must be a finite number"),
         ({"clip_grad": float("inf")}, "--clip-grad inf"),
         ({"adam_eps": 0.0}, "--adam-eps 0.0 must be above 0"),
@@ -271,3 +273,14 @@ def test_published_models_can_be_trained_or_are_refused_by_name(name):
 def test_the_flag_table_needs_no_torch():
     code = "import sys, slime_megatron.config; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_adapters_have_pefts_alpha_unless_one_is_given():
+    from peft import LoraConfig
+
+    assert MegatronConfig(lora_rank=4).lora == MegatronConfig(lora_rank=4, lora_alpha=LoraConfig().lora_alpha).lora
+    assert MegatronConfig(lora_rank=4, lora_alpha=2.0).lora.scale == 0.5 and MegatronConfig().lora is None
+
+
+def test_the_format_of_checkpoints_may_be_said_as_megatron_has_it():
+    assert MegatronConfig(ckpt_format="torch").ckpt_format == "torch"

@@ -43,7 +43,7 @@ class Problems:
         try:
             return check(*args, **kwargs)
         except (SlimeError, ConvertError) as error:
-            lines = about_read(str(error).splitlines(), self._unread)
+            lines = [line for line in about_read(str(error).splitlines(), self._unread) if line not in self.lines]
             if lines == str(error).splitlines():
                 self._found.setdefault(str(error), error)
             elif lines:

@@ -180,8 +180,13 @@ def _defaults(entry: str, words: Sequence[str], around: Context) -> list[str]:
 
 def _their_defaults(launcher: str, around: Context) -> list[str]:
     dashes = "" if launcher == "verl" else "--"
-    values = table()[f"{launcher}-defaults"].items()
-    missing = [Item(f"{dashes}{name}", tuple(value.split())) for name, value in values]
+    rows = table()[f"{launcher}-defaults"].items()
+    values = [(name, row if isinstance(row, dict) else {"value": row}) for name, row in rows]
+    missing = [
+        Item(f"{dashes}{name}", tuple(row["value"].split()))
+        for name, row in values
+        if "with" not in row or row["with"] in around.ours
+    ]
     found = [become(item, around) for item in missing if ours_of(item.name, around.known) not in around.ours]
     # A coefficient may have gone to another flag than its row names.
     return [word for became in found if not around.ours.intersection(became.words[:1]) for word in became.words]

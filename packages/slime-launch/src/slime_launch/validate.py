@@ -16,7 +16,7 @@ from slime_launch.devices import run_device
 from slime_launch.errors import Problems
 from slime_launch.idle import idle_notes
 from slime_launch.placement import own_share
-from slime_megatron.config import FUSED_ROUTERS
+from slime_megatron.config import CKPT_FORMATS, FUSED_ROUTERS
 from slime_megatron.overrides import role_config
 from slime_rollout.config import MOST_KEPT, MOST_LISTED, SFT_ROLLOUT
 from slime_rollout.engine.topology_plan import EnginePlan
@@ -263,6 +263,9 @@ def _notices_of_kind(settings: Settings) -> list[str]:
     if settings.is_recorded:
         unscored = "; held-out prompts are not scored" if settings.rollout.evaluation.has_eval_sets else ""
         lines.append(f"rollouts come from {run.load_debug_rollout_data}: no engines are started{unscored}")
+    if settings.megatron.ckpt_format != CKPT_FORMATS[0]:
+        written = f"what is read is detected, and {CKPT_FORMATS[0]} is written"
+        lines.append(f"--ckpt-format {settings.megatron.ckpt_format}: {written}")
     if settings.rows is not None:
         lines.append(f"--loss-type {settings.algorithm.loss_type}: --prompt-data holds {settings.rows}, no engines")
     if run.num_epoch is not None:

@@ -21,7 +21,9 @@ _ENGINE_MODULES = ("layernorm", "mla_up_proj", "moe_act")
 AUTO_ON_OFF = ("auto", "on", "off")
 TRANSFORMER_IMPLS = ("auto", "local", "transformer_engine")
 OPTIMIZERS = ("adam",)
-CKPT_FORMATS = ("torch_dist",)
+PEFT_ALPHA = 8.0
+"""``lora_alpha`` of PEFT's `LoraConfig`, unless it is given."""
+CKPT_FORMATS = ("torch_dist", "torch")
 MAX_SEED = 2**32 - 1  # NumPy's
 FUSED_ROUTERS = "does not work with --moe-router-fusion, whose kernel chooses experts by itself; leave one of them out"
 _EXACT = "log-probs of the engine and of the trainer would differ"
@@ -128,11 +130,12 @@ class MegatronConfig(RateConfig, needs=TRAINERS):
     freeze_params_name_list: tuple[str, ...] | None = flag(
         None, metavar="PATTERN", help="do not train weights in whose Megatron name one of these is found"
     )
-    lora_rank: int | None = flag(
-        None, help="train adapters of this rank (LoRA) instead of the weights; needs --lora-alpha", least=1
-    )
+    lora_rank: int | None = flag(None, help="train adapters of this rank (LoRA) instead of the weights", least=1)
     lora_alpha: float | None = flag(
-        None, help="the adapters' product is multiplied by this over --lora-rank", above=0, needs=given("lora_rank")
+        None,
+        help="the adapters' product is multiplied by this over --lora-rank; 8 unless given, as in PEFT",
+        above=0,
+        needs=given("lora_rank"),
     )
     lora_target_modules: tuple[str, ...] | None = flag(
         None,
@@ -321,9 +324,9 @@ class MegatronConfig(RateConfig, needs=TRAINERS):
     ckpt_format: str = flag(
         "torch_dist",
         choices=CKPT_FORMATS,
-        help="format of checkpoints that are written; slime-convert makes Hugging Face's of them",
-        advice="leave it out: --load reads checkpoints in Megatron's format torch, too, and those that are written are "
-        "torch_dist",
+        help="accepted and not needed: what is read is detected, and torch_dist is written, also with torch",
+        advice="leave it out: torch_dist is written, and --load reads torch_dist, torch and Hugging Face's, not zarr, "
+        "torch_dcp or fsdp_dtensor, which the Megatron-LM that wrote them can save as torch_dist",
     )
 
     update_weight_buffer_size: int = flag(
@@ -453,9 +456,10 @@ class MegatronConfig(RateConfig, needs=TRAINERS):
     @property
     def lora(self) -> Lora | None:
         """The adapters that train instead of the weights."""
-        if self.lora_rank is None or self.lora_alpha is None:
+        if self.lora_rank is None:
             return None
-        return Lora(self.lora_rank, self.lora_alpha, self.lora_target_modules)
+        alpha = PEFT_ALPHA if self.lora_alpha is None else self.lora_alpha
+        return Lora(self.lora_rank, alpha, self.lora_target_modules)
 
     @property
     def base_is_reference(self) -> bool:
@@ -507,8 +511,6 @@ class MegatronConfig(RateConfig, needs=TRAINERS):
     def _training_contradictions(self) -> Iterator[str]:
         """Of the flags that say which weights train."""
         yield from self.selection.contradictions()
-        if self.lora_rank is not None and self.lora_alpha is None:
-            yield "--lora-rank needs --lora-alpha, the scale of its adapters; add that"
         if self.lora_rank is not None and self.transformer_impl == "transformer_engine":
             yield (
                 "--lora-rank puts adapters on Megatron-core's own layers, but --transformer-impl transformer_engine is "

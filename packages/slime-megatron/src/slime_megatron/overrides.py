@@ -35,12 +35,14 @@ _CHOSEN = (
 def role_config(config: MegatronConfig, role: str, overrides: Mapping[str, Mapping[str, Any]]) -> MegatronConfig:
     """The settings of a role that is trained: the critic's flags in the places of the actor's, then the overrides.
 
+    What is wrong with ``config`` itself, which a launcher reports, is not said again.
+
     Raises:
         ConfigError: An override is of an unknown role or setting, of what all roles share, or has a wrong value.
     """
     if problems := list(_problems(role, overrides)):
         raise ConfigError("\n".join(problems))
-    own, whose = dict(overrides.get(role, {})), f"overrides of the role {role}"
+    own, whose = dict(overrides.get(role, {})), f"overrides of the role {role}" if overrides.get(role) else role
     if role == "critic":
         critic: dict[str, Any] = {
             **dict.fromkeys(_CHOSEN),
@@ -51,10 +53,12 @@ def role_config(config: MegatronConfig, role: str, overrides: Mapping[str, Mappi
         if config.critic_lr_warmup_iters is not None:
             critic["lr_warmup_iters"] = config.critic_lr_warmup_iters
         own = critic | own
+    with collected_problems() as known:
+        dataclasses.replace(config)
     with collected_problems() as found:  # a flag of the actor's may have no effect on the critic
         made = dataclasses.replace(config, **own)
-    if found:
-        raise ConfigError("\n".join(f"{whose}: {line}" for line in found))
+    if new := [f"{whose}: {line}" for line in found if line not in known]:
+        raise ConfigError("\n".join(new))
     return made
 
 
