@@ -79,10 +79,10 @@ STRAYS = [
     ("diff RUN --colour RUN", "'--colour'"),
     ("migrate run.sh stray", "'stray' after run.sh"),
     ("migrate stray", "stray does not exist"),
-    ("doctor stray", "unexpected stray"),
+    ("doctor stray", "unrecognized arguments: stray"),
     ("completion bash stray", "'stray' after bash"),
-    ("recipes stray", "unexpected stray"),
-    ("new NAME stray", "unexpected stray"),
+    ("recipes stray", "unrecognized arguments: stray"),
+    ("new NAME stray", "unrecognized arguments: stray"),
     ("--version stray", "'stray' after --version"),
     ("stray", "unknown command stray"),
 ]

@@ -167,7 +167,6 @@ def test_recorded_rollouts_need_no_data(flags, to_words, tmp_path):
     [
         ("sft", ["--lr", "1"], ["--loss-type", "sft_loss", "--lr", "1"]),
         ("eval", ["--num-rollout", "9"], ["--rollout-batch-size", "1", "--num-rollout", "9", "--num-rollout", "0"]),
-        ("eval", ["--help"], ["--help"]),
     ],
 )
 def test_short_commands(name, words, passed, monkeypatch):

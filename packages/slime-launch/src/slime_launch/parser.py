@@ -51,7 +51,7 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises FlagError."""
-        raise FlagError(f"{message.replace('unrecognized arguments:', 'unexpected')}; see {self.prog} --help")
+        raise FlagError(f"{message}; see {self.prog} --help")
 
 
 def build_parser(
