@@ -101,8 +101,8 @@ def build_shards(
     trajectories = _trajectories(columns := (batch.columns() if isinstance(batch, RolloutBatch) else batch).samples)
     samples = _prepared(columns, algorithm, reward_key, batch.rollout_id, trajectories, postprocess, needs_experts)
     _check_replayed(samples, kept=needs_kept, experts=needs_experts)
-    cap, of_pair = (max_tokens_per_gpu, 2) if use_dynamic_batch_size else (None, micro_batch_size)
-    samples = _pairs(columns, samples, global_batch_size, of_pair) if pairs else samples
+    cap = max_tokens_per_gpu if use_dynamic_batch_size else None
+    samples = _pairs(columns, samples) if pairs else samples
     trajectories, num_samples = _stepped(trajectories, global_batch_size, drop_rest)
     check_batch_sizes(
         num_samples=num_samples,
@@ -113,6 +113,7 @@ def build_shards(
         max_tokens_per_gpu=max_tokens_per_gpu,
         context_parallel_size=context_parallel_size,
         virtual_pipeline_group=virtual_pipeline_group,
+        pairs=pairs,
     )
     planner = StepPlanner(
         samples=samples,
@@ -180,16 +181,8 @@ def _prepared(
     return [dataclasses.replace(sample, trajectory_tokens=counts[at]) for at, sample in enumerate(samples)]
 
 
-def _pairs(
-    columns: Columns, samples: list[TrainSample], global_batch_size: int, micro_batch_size: int
-) -> list[TrainSample]:
-    """The samples with their margins, if they are pairs one after the other that steps do not cut."""
-    for flag, size in (("--global-batch-size", global_batch_size), ("--micro-batch-size", micro_batch_size)):
-        if size % 2:
-            raise ConfigError(
-                f"{flag} {size} counts samples, and preference pairs are two each; give an even number, such as "
-                f"{size + 1}"
-            )
+def _pairs(columns: Columns, samples: list[TrainSample]) -> list[TrainSample]:
+    """The samples with their margins, if they are pairs one after the other."""
     _check_pairs(samples)
     given = [values or {} for values in json_rows(columns, "train_metadata")]
     margins = [float(values.get("margin") or 0.0) for values in given]
@@ -283,6 +276,7 @@ def check_batch_sizes(
     max_tokens_per_gpu: int | None = None,
     context_parallel_size: int = 1,
     virtual_pipeline_group: int = 1,
+    pairs: bool = False,
 ) -> None:
     """Check that a rollout splits into whole steps, ranks and micro-batches. Can be asked before a run starts.
 
@@ -304,6 +298,13 @@ def check_batch_sizes(
             raise ConfigError(f"{name} {value} must be 1 or more")
     if use_dynamic_batch_size and max_tokens_per_gpu is None:
         raise ConfigError("--use-dynamic-batch-size needs a limit to go by; set --max-tokens-per-gpu")
+    micro_batch = 2 if use_dynamic_batch_size else micro_batch_size
+    for flag, size in (("--global-batch-size", global_batch_size), ("--micro-batch-size", micro_batch)):
+        if pairs and size % 2:
+            raise ConfigError(
+                f"{flag} {size} counts samples, and preference pairs are two each; give an even number, such as "
+                f"{size + 1}"
+            )
     if num_samples % global_batch_size:
         divisor = max(size for size in range(1, min(num_samples, global_batch_size) + 1) if num_samples % size == 0)
         raise ConfigError(

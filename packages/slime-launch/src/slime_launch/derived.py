@@ -22,6 +22,7 @@ def derived_values(given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
 
     Epochs say the number of rollouts, a batch size alone that of steps per rollout, the length of the run how long a
     learning rate decays, and ``--dump-details`` where rollouts and train data go. Without trainers there is one engine.
+    A micro-batch of preference pairs holds one pair.
     Checkpoints are written while the run goes on.
     On CUDA the trainer computes in bfloat16 with the distributed optimizer, which was not run there; else in fp32.
     """
@@ -29,7 +30,10 @@ def derived_values(given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
     values = {**defaults, **given}
     found: dict[str, Any] = {}
     prompts, size = values["rollout_batch_size"], given.get("global_batch_size")
-    group = 2 if values["loss_type"] in PAIR_LOSSES else values["n_samples_per_prompt"]
+    on_pairs = values["loss_type"] in PAIR_LOSSES
+    group = 2 if on_pairs else values["n_samples_per_prompt"]
+    if on_pairs and not given.keys() & {"micro_batch_size", "use_dynamic_batch_size"}:
+        found["micro_batch_size"] = 2
     samples = prompts * group if isinstance(prompts, int) else 0
     if "num_rollout" not in given and samples and (rollouts := _rollouts_of_epochs(values)):
         found["num_rollout"] = values["num_rollout"] = rollouts

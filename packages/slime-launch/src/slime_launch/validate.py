@@ -89,6 +89,7 @@ def _check_batches(settings: Settings) -> None:
         use_dynamic_batch_size=megatron.use_dynamic_batch_size,
         max_tokens_per_gpu=megatron.max_tokens_per_gpu,
         context_parallel_size=megatron.context_parallel_size,
+        pairs=settings.algorithm.on_pairs,
     )
 
 
