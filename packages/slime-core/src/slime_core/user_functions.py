@@ -1,18 +1,26 @@
-"""User-defined functions, found by the path that a flag gives, and checked before a run starts."""
+"""User-defined functions, found by the path that a flag gives, and checked before a run starts.
+
+A file of the user becomes a submodule of this module, whose name is the file's path. So another process that imports it
+by name, as pickled functions and classes make it do in pools that spawn, finds the file.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.parse import quote, unquote
 
 from slime_core.errors import ConfigError
+
+__path__: list[str] = []  # makes this module a package, which has submodules: the user's files
 
 
 def load_function(
@@ -51,23 +59,27 @@ def load_function(
     return function  # type: ignore[no-any-return]
 
 
+class _FilesByName(MetaPathFinder):
+    """Finds the user's files by the names that `_load_file` gives them."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The file's; ``None`` for modules of other names."""
+        parent, _, name = fullname.rpartition(".")
+        if parent != __name__:
+            return None
+        return importlib.util.spec_from_file_location(fullname, unquote(name, errors="surrogateescape"))
+
+
+sys.meta_path.append(_FilesByName())
+
+
 def _load_file(file: Path) -> ModuleType:
     """Import a file by its place; once per process, so that two functions of one file share its globals."""
-    file = file.resolve(strict=True)
-    name = f"slime_hook_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    # A dot would part the name.
+    name = quote(str(file.resolve(strict=True)), safe="/ ", errors="surrogateescape").replace(".", "%2E")
+    return importlib.import_module(f"{__name__}.{name}")
 
 
 def _check_signature(function: Callable[..., Any], given: str, arguments: Sequence[str]) -> None:
