@@ -84,6 +84,23 @@ def test_rewards_by_name():
         rollout_metrics(samples, "c")
 
 
+def test_the_further_numbers_of_rewards_by_name():
+    """Each over those that have it; a trajectory of several samples counts once."""
+    samples = [
+        make_sample(0, {"score": 1.0, "format": 1.0, "length": 3, "answer": "4", "tried": [1]}),
+        make_sample(0, {"score": 0.0, "format": False, "answer": None}),
+        make_sample(1, {"score": 0.0, "format": math.nan, "length": 4}, trajectory=7),
+        make_sample(1, {"score": 0.0, "format": 0.5, "length": 8}, trajectory=7),
+        make_sample(1, None, status=Status.ABORTED),
+    ]
+    found = {name: value for name, value in rollout_metrics(samples, "score").items() if name.startswith("reward/")}
+    assert found == {"reward/format": 0.5, "reward/length": 4.5}
+    held_out = eval_metrics("a", samples[:2], "format")
+    assert (held_out["eval/a/reward/score"], held_out["eval/a/reward/length"]) == (0.5, 3.0)
+    assert "eval/a/reward/format" not in held_out
+    assert eval_scores(held_out) == {"a": held_out["eval/a"]}
+
+
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_pass_at_k_counts_the_subsets(n):
     """The share of the k-subsets of n samples that hold a correct one, listed."""

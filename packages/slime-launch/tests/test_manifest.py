@@ -7,6 +7,7 @@ import subprocess
 import sys
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from slime_launch.calls import Watch
@@ -35,6 +36,13 @@ def test_round_trip(tmp_path):
     (tmp_path / "iter_0000003").mkdir()
     write_manifest(tmp_path, manifest(3, "iter_0000003"))
     assert read_manifest(tmp_path) == manifest(3, "iter_0000003")
+
+
+def test_a_data_sources_state_may_have_numbers_of_numpy(tmp_path):
+    (tmp_path / "iter_0000003").mkdir()
+    state = {"position": np.int64(3), "order": np.arange(3)}
+    write_manifest(tmp_path, dataclasses.replace(manifest(3, "iter_0000003"), source_state=state))
+    assert read_manifest(tmp_path).source_state == {"position": 3, "order": [0, 1, 2]}
 
 
 def test_none_is_none(tmp_path):

@@ -57,7 +57,7 @@ async def generate(args, sample, sampling_params):
 def reward(args, sample):
     if sample.index == 0:
         raise ValueError("no reward")
-    return float(sample.group_index > 2 and sample.index % 2)
+    return {"score": float(sample.group_index > 2 and sample.index % 2), "short": 1.0, "answer": "2"}
 """
 
 
@@ -224,6 +224,7 @@ def generating(model, tmp_path, **changes):
         "n_samples_per_prompt": 2,
         "custom_generate_function_path": f"{tmp_path}/own.py:generate",
         "custom_rm_path": f"{tmp_path}/own.py:reward",
+        "reward_key": "score",
         "max_weight_staleness": 1,
         **changes,
     }
@@ -266,7 +267,7 @@ def whole_rows(batches, trained, memory):
             pass
     seconds = {phase: value + 0.1 for phase, value in seconds.items()}
     sync = SyncReport(version=1, tensors=1, bytes=8, seconds=0.1)
-    settings = types.SimpleNamespace(rollout=types.SimpleNamespace(rewards=types.SimpleNamespace(reward_key=None)))
+    settings = types.SimpleNamespace(rollout=types.SimpleNamespace(rewards=types.SimpleNamespace(reward_key="score")))
     for batch, report in zip([*batches, *[batches[0]] * len(trained)], trained, strict=False):
         rates = train_pass_rates(batch, settings) if batch.samples[0].reward is not None else {}
         ready = ReadyRollout(
@@ -275,7 +276,7 @@ def whole_rows(batches, trained, memory):
         )  # fmt: skip
         yield from (("train", row) for row in train_rows(report))
         yield "rollout", rollout_row(ready, report, sync, seconds) | memory
-    found = eval_metrics("held", [sample for batch in batches[:1] for sample in batch.samples])
+    found = eval_metrics("held", [sample for batch in batches[:1] for sample in batch.samples], "score")
     yield "eval", eval_row(EvalReport(rollout_id=0, scores={}, metrics=found, samples={}, seconds=1.0))
     pairs = {name: value for name, value in trained[-1].steps[0].items() if name in AS_EVALUATED}
     yield "eval", held_out_row({"held": pairs}, {"eval": 1.0})

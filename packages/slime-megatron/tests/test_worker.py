@@ -263,7 +263,7 @@ def test_a_user_defined_loss(ranks, tiny_model, tiny_config, make_samples, make_
         "def reinforce(inputs):\n"
         "    metric = (inputs.log_probs_N.detach() * inputs.weights_N).sum()\n"
         "    loss = -(inputs.log_probs_N * inputs.advantages_N * inputs.weights_N).sum()\n"
-        "    return loss, {'log_prob': metric}\n"
+        "    return loss, {'log_prob': metric, 'plain': metric.item(), 'of_numpy': metric.double().numpy()[()]}\n"
     )
     model, samples = tiny_model("qwen3"), make_samples(groups=2)
     steps = {}
@@ -275,6 +275,7 @@ def test_a_user_defined_loss(ranks, tiny_model, tiny_config, make_samples, make_
     assert close(mine["grad_norm"], policy["grad_norm"])
     rows = ranks.first("forward", make_shards(samples))
     assert -20 < mine["log_prob"] < 0 and len(rows) == len(samples)
+    assert close(mine["plain"], mine["log_prob"]) and close(mine["of_numpy"], mine["log_prob"])
 
 
 def test_a_loss_that_is_not_there(ranks, tiny_model, tiny_config, rank_error):

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 NamedTensors = Sequence[tuple[str, "torch.Tensor"]]
-RewardValue = float | dict[str, float]
-"""One number, or several by name."""
+RewardValue = float | dict[str, Any]
+"""One number, or several by name, perhaps among other values that JSON can hold."""
 
 
 @runtime_checkable

@@ -16,6 +16,7 @@ from slime_core.types import Sample, Status
 
 REPETITION_CHARACTERS, REPETITION_FACTOR = 10_000, 10
 _PREFIX = "eval/"
+_OF_SETS = ("response_len/", "reward/")  # metrics of a rollout that held-out sets have too
 # What follows the set's name where a number is not its score.
 _DETAIL = re.compile(r"/|-(?:truncated_ratio|pass@\d+)\Z")
 
@@ -26,6 +27,8 @@ def rollout_metrics(samples: Sequence[Sample], reward_key: str | None = None) ->
     A trajectory that became several samples counts once among the rewards, with the mean of theirs.
 
     - ``raw_reward``: mean reward of the scored trajectories (left out when there is none).
+    - ``reward/<part>``: mean of each further number of rewards that are given by name, over the trajectories that have
+      it and where it is finite.
     - ``response_len/mean``, ``/median``, ``/max``, ``/min``: response tokens of the samples.
     - ``truncated_ratio``, ``aborted_ratio``, ``failed_ratio``: share of samples with that status.
     - ``kept_tokens/mean``: under top-p, top-k or min-p, how many tokens one was sampled from.
@@ -56,7 +59,7 @@ def rollout_metrics(samples: Sequence[Sample], reward_key: str | None = None) ->
         metrics["raw_reward"] = _mean(rewards)
         metrics["zero_std/count"] = float(constant)
         metrics["zero_std/ratio"] = constant / len(groups)
-    return metrics | zero_variance_groups(samples, reward_key)
+    return metrics | _reward_parts(samples, reward_key) | zero_variance_groups(samples, reward_key)
 
 
 def is_repetitive(text: str) -> bool:
@@ -72,6 +75,7 @@ def eval_metrics(name: str, samples: Sequence[Sample], reward_key: str | None = 
     """The numbers of one held-out set.
 
     - ``eval/<name>``: the score, which is the mean reward; a trajectory that became several samples counts once.
+    - ``eval/<name>/reward/<part>``: mean of each further number of rewards that are given by name.
     - ``eval/<name>/stderr``: the score's standard error, from how prompts' mean rewards differ; of two prompts or more.
     - ``eval/<name>-pass@k`` for k = 1, 2, 4 … up to the samples of a prompt; see :func:`pass_rates`.
     - ``eval/<name>-truncated_ratio``: share of responses that met a limit of length.
@@ -88,7 +92,7 @@ def eval_metrics(name: str, samples: Sequence[Sample], reward_key: str | None = 
     metrics |= {f"{tag}-{rate}": value for rate, value in pass_rates(samples, reward_key).items()}
     if rollout:
         metrics[f"{tag}-truncated_ratio"] = rollout["truncated_ratio"]
-    return metrics | {f"{tag}/{key}": value for key, value in rollout.items() if key.startswith("response_len/")}
+    return metrics | {f"{tag}/{key}": value for key, value in rollout.items() if key.startswith(_OF_SETS)}
 
 
 def eval_scores(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -189,6 +193,16 @@ def _rewards_by_group(samples: Iterable[Sample], reward_key: str | None) -> list
         if sample.reward is not None:
             groups[sample.group_index][sample.trajectory].append(sample.scalar_reward(reward_key))
     return [[_mean(rewards) for rewards in group.values()] for group in groups.values()]
+
+
+def _reward_parts(samples: Iterable[Sample], reward_key: str | None) -> dict[str, float]:
+    """``reward/<part>``, in the order in which parts are met."""
+    parts: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for sample in samples:
+        for name, value in sample.reward.items() if isinstance(sample.reward, dict) else ():
+            if name != reward_key and isinstance(value, int | float) and math.isfinite(value):
+                parts[name][sample.trajectory].append(float(value))
+    return {f"reward/{name}": _mean([_mean(values) for values in found.values()]) for name, found in parts.items()}
 
 
 def _mean(values: Sequence[float]) -> float:

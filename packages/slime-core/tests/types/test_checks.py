@@ -4,7 +4,7 @@ import pytest
 
 from slime_core.errors import DataError
 from slime_core.types import Sample
-from slime_core.types.arrays import columns_of, read_npz, write_npz
+from slime_core.types.arrays import columns_of, read_npz, samples_of, write_npz
 from slime_core.types.checks import check_plain
 
 
@@ -21,6 +21,28 @@ from slime_core.types.checks import check_plain
 def test_what_would_not_come_back_is_refused(value, message):
     with pytest.raises(DataError, match=message):
         check_plain(value, "meta")
+
+
+def test_values_of_other_libraries_become_plain():
+    import numpy
+    import torch
+
+    given = {
+        "a": [numpy.int64(3), {"b": numpy.float32(0.5)}],
+        "c": numpy.arange(4).reshape(2, 2),
+        "d": torch.tensor([0.5], requires_grad=True),
+        "e": torch.tensor(True),
+        "f": [1, "text", None],
+    }
+    plain = {"a": [3, {"b": 0.5}], "c": [[0, 1], [2, 3]], "d": [0.5], "e": True, "f": [1, "text", None]}
+    assert repr(check_plain(given, "meta")) == repr(plain)
+    assert check_plain(plain, "meta") is plain
+    (sample,) = samples_of(
+        columns_of([Sample(index=0, group_index=0, prompt="", metadata=given, train_metadata=given)])
+    )
+    assert sample.metadata == sample.train_metadata == plain
+    with pytest.raises(DataError, match=r"meta\.a is a complex"):
+        check_plain({"a": numpy.array(1j)}, "meta")
 
 
 @pytest.mark.parametrize("levels", range(97, 102))

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from slime_core.errors import DataError
 from slime_core.types import Sample, Status
+from slime_core.types.arrays import columns_of, samples_of
 from slime_core.types.kept import kept_text
 from slime_core.types.routed import routed_rows, routed_text
 
@@ -88,7 +89,6 @@ BASE = {"index": 7, "group_index": 0, "prompt": "p", "tokens": [1, 2, 3], "respo
         ({"trajectory_id": "a"}, "sample 7: trajectory_id must be an integer, got 'a'"),
         ({"reward": "good"}, "sample 7: reward must be a number, got 'good'"),
         ({"reward": 10**400}, "sample 7: reward must be a number that a float can hold; it is too large"),
-        ({"reward": {"a": None}}, r"sample 7: reward\['a'\] must be a number, got None"),
         ({"reward": {1: 2.0}}, "sample 7: reward has the key 1; its numbers are named by strings"),
         ({"response": None}, "sample 7: response must be a string, got NoneType"),
         ({"session_id": 3}, "sample 7: session_id must be a string or None, got 3"),
@@ -213,6 +213,29 @@ def test_numbers_of_other_libraries_become_plain():
         )
     )
     json.dumps(sample.to_dict())
+
+
+def test_a_reward_carries_parts_that_are_no_numbers():
+    import numpy
+
+    parts = {"score": numpy.float32(0.5), "right": numpy.True_, "answer": "42", "tried": numpy.arange(2), "none": None}
+    sample = Sample(**BASE, reward=parts | {"loop": {1, 2}, "huge": 10**400, "callable": print})
+    plain = {"score": 0.5, "right": True, "answer": "42", "tried": [0, 1], "none": None}
+    assert repr(sample.reward) == repr(plain)  # what JSON cannot hold is left out
+    assert sample.scalar_reward("score") == 0.5
+    with pytest.raises(DataError, match="the reward's answer is '42', which is not a number"):
+        sample.scalar_reward("answer")
+    (again,) = samples_of(columns_of([sample]))
+    assert again.reward == plain
+
+
+@pytest.mark.parametrize("given", ["numpy.True_", "numpy.array([True])", "torch.tensor(True)"])
+def test_a_sample_may_be_removed_by_a_truth_value_of_another_library(given):
+    import numpy
+    import torch
+
+    sample = Sample(**BASE, remove_sample=eval(given, {"numpy": numpy, "torch": torch}))
+    assert sample.remove_sample is True
 
 
 def test_validation_leaves_plain_values_the_same_objects():

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from slime_core.files import write_whole
+from slime_core.types.checks import json_default
 from slime_launch.errors import ManifestError
 
 FORMAT_VERSION = 2
@@ -57,7 +58,7 @@ class Manifest:
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write the manifest into a run's ``--save``; a reader finds either the old one or this one."""
     values = {"format_version": FORMAT_VERSION, **dataclasses.asdict(manifest)}
-    write_whole(directory / FILE_NAME, json.dumps(values, indent=1))
+    write_whole(directory / FILE_NAME, json.dumps(values, indent=1, default=json_default))
 
 
 def read_manifest(directory: Path) -> Manifest | None:

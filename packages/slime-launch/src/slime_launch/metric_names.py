@@ -24,6 +24,7 @@ PLACES = {
     "most": "mean|max",
     "reward": r"-?[\d.]+(?:e[+-]?\d+)?",
     "reason": ".+",
+    "part": ".+",
     "pass": "log_probs|ref_log_probs|teacher_log_probs|values|forward_backward|critic_forward_backward",
     "where": "device|waiting|resident",
     "set": r"(?:(?!-pass@\d+\Z|-truncated_ratio\Z)[^/])+",

@@ -108,6 +108,8 @@ def example_line(example: Example) -> str:
     prompt = prompt if len(prompt) <= PROMPT_CHARACTERS else f"…{prompt[-PROMPT_CHARACTERS:]}"
     response = response if len(response) <= RESPONSE_CHARACTERS else f"{response[:RESPONSE_CHARACTERS]}…"
     reward = example.get("reward")
+    if isinstance(reward, dict):  # it may carry texts, long ones too
+        reward = {name: value for name, value in reward.items() if isinstance(value, int | float)}
     end = (
         "" if reward is None else f" (reward {reward:g})" if isinstance(reward, int | float) else f" (reward {reward})"
     )

@@ -54,6 +54,21 @@ def manifest(ledger):
     return Manifest(iteration=2, weight_version=2, source_state={"ledger": ledger}, flags={}, **places)
 
 
+def test_further_parts_of_the_reward_are_drawn(tmp_path):
+    tracker = Tracker(make_run(tmp_path / "first"), tensorboard=False)
+    parts = {"rollout/reward/format": 0.5, "rollout/reward/too long/short": 0.25}
+    tracker.log("rollout", step=2, rollout_id=2, metrics={"rollout/raw_reward": 1.0, **parts})
+    held_out = {"eval/held": 0.75, "eval/held/reward/format": 0.5}
+    tracker.log("eval", step=3, rollout_id=3, metrics=held_out)
+    tracker.close()
+    [run] = report_data([tmp_path / "first"])["runs"]
+    charts = {chart["title"]: chart["names"] for chart in run["charts"]}
+    assert charts["Further parts of the reward"] == list(parts)
+    assert charts["Held-out score"] == ["eval/held"]
+    assert run["evals"][-1]["metrics"] == {"reward/format": 0.5}
+    assert all(run["titles"][name].startswith("mean of another number") for name in (*parts, "eval/held/reward/format"))
+
+
 def test_a_run_in_numbers(tmp_path):
     [run] = report_data([make_run(tmp_path / "runs" / "first")])["runs"]
     assert (run["name"], run["state"]) == ("first", "finished")

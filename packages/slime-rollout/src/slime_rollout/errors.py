@@ -135,7 +135,8 @@ class Tolerance:
             self._failed_calls, self._failed_samples, self._has_scored = 0, 0, True
         scores = [outcome for outcome in outcomes if not isinstance(outcome, VerifierError)]
         if self._learns and scores:
-            self._wrong = dict.fromkeys(scores[-1], 0.0) if isinstance(scores[-1], dict) else 0.0
+            last = scores[-1]
+            self._wrong = {name: 0.0 for name in last if is_number(last[name])} if isinstance(last, dict) else 0.0
         for error in dict.fromkeys(errors):
             hit = [sample for sample, outcome in zip(samples, outcomes, strict=True) if outcome is error]
             count = "counts" if len(hit) == 1 else "count"
@@ -166,6 +167,11 @@ class Tolerance:
         raise RewardError(
             f"{self._name} has failed {self._failed_calls} times in a row{how_long}{before}; at last: {error}"
         ) from error
+
+
+def is_number(value: object) -> bool:
+    """Whether a part of a reward is a number, and not something that it carries."""
+    return isinstance(value, int | float)
 
 
 def name_samples(samples: Sequence[Sample]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from slime_core.errors import ConfigError, DataError
 from slime_core.hooks import HookArgs
 from slime_core.types import Drop, Group, Keep, Verdict
+from slime_core.types.checks import scalar
 from slime_core.user_functions import load_function
 from slime_rollout.config import RolloutConfig
 from slime_rollout.generate import by_trajectory
@@ -70,13 +71,13 @@ class CustomFilter:
             raise DataError(f"{self._name} raised {type(error).__name__} for group {number}: {error}") from error
         if isinstance(verdict, Keep | Drop):
             return verdict
-        if isinstance(getattr(verdict, "keep", None), bool):  # as functions written for other systems return it
-            if verdict.keep:
+        # Functions written for other systems return an object with `keep`. Truth values may be NumPy's and torch's.
+        keep = scalar(getattr(verdict, "keep", verdict))
+        if isinstance(keep, bool):
+            if keep:
                 return Keep()
             is_kept = bool(getattr(verdict, "keep_when_insufficient", False))
             return Drop(getattr(verdict, "reason", None) or REJECTED, keep_when_insufficient=is_kept)
-        if isinstance(verdict, bool) or type(verdict).__name__ == "bool":  # NumPy's and torch's, too
-            return Keep() if verdict else Drop(REJECTED)
         raise DataError(f"{self._name} returned {verdict!r}; return Keep(), Drop('reason'), True or False")
 
     async def judge(self, group: Group) -> Verdict:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
+from slime_core.errors import DataError
 from slime_core.interfaces import RewardValue
 from slime_core.types import Group, Sample, Status
 from slime_rollout.config import RolloutConfig
@@ -82,7 +84,9 @@ class GroupPipeline:
 
     def _score(self, sample: Sample, value: RewardValue | None, watch: Stopwatch) -> None:
         sample.reward = value
-        sample.scalar_reward(self._reward_key)  # raises now, not after the rollout, if --reward-key is wrong
+        # Now, not after the rollout, if --reward-key is wrong, or the part it names.
+        if not math.isfinite(sample.scalar_reward(self._reward_key)):
+            raise DataError(f"sample {sample.index} has the reward {sample.reward}; set a finite number")
         watch.scored()
 
 

@@ -147,6 +147,11 @@ def test_any_json_comes_back(tmp_path_factory, result):
     again.close()
 
 
+def test_numbers_of_numpy_come_back_plain(log):
+    log().add_tool(sample(), ["t", [], {}, 0], {"a": np.float32(0.5), "b": np.arange(2)})
+    assert log().tool(sample(), ["t", [], {}, 0]) == [{"a": 0.5, "b": [0, 1]}]
+
+
 def test_what_is_no_json_is_refused(log):
     with pytest.raises(GenerationError, match="sample 10: a tool's result must be JSON"):
         log().add_tool(sample(), ["t", [], {}, 0], {1, 2})

@@ -102,7 +102,7 @@ def columns_of(samples: Sequence[Sample]) -> Columns:
     for sample in samples:
         sample.validate(lists=False)
         for name in ("prompt", "metadata", "train_metadata"):
-            check_plain(getattr(sample, name), f"sample {sample.index}: {name}")
+            setattr(sample, name, check_plain(getattr(sample, name), f"sample {sample.index}: {name}"))
     try:
         return _columns_of(samples)
     except (TypeError, ValueError, OverflowError):

@@ -80,52 +80,103 @@ def messages(where: str, name: str, value: Any) -> None:
                 raise DataError(f"{where}: {name}[{place}] must be a message, got {message!r}; write a dictionary")
 
 
-def reward(where: str, value: Any) -> float | dict[str, float] | None:
-    """The reward as plain values: a number, several by name, or ``None``."""
-    if isinstance(value, dict):
-        return named_numbers(where, "reward", value)
-    return None if value is None else _plain_number(where, "reward", value)
+def reward(where: str, value: Any) -> float | dict[str, Any] | None:
+    """The reward as plain values: a number, several parts by name, or ``None``.
+
+    Other parts than numbers, such as the answer that was found, are carried; those that JSON cannot hold are left out.
+    """
+    if not isinstance(value, dict):
+        return None if value is None else _plain_number(where, "reward", value)
+    _check_names(where, "reward", value)
+    parts = {key: part for key, item in value.items() if (part := reward_part(item)) is not NOT_PLAIN}
+    return value if len(parts) == len(value) and all(parts[key] is value[key] for key in parts) else parts
+
+
+NOT_PLAIN: Any = object()
+"""In place of a part of a reward that JSON cannot hold."""
+
+
+def reward_part(value: Any) -> Any:
+    """A part of a reward as a plain number, or else as a plain value; :data:`NOT_PLAIN` if it is neither."""
+    plain = scalar(value)
+    try:
+        return _plain_number("", "", plain)
+    except Exception:  # `__float__` of a user's class may raise anything
+        if isinstance(plain, int):  # too large
+            return NOT_PLAIN
+    try:
+        return check_plain(plain, "")
+    except DataError:
+        return NOT_PLAIN
+
+
+def scalar(value: Any) -> Any:
+    """A number or a truth value of NumPy, torch or the like as Python's own; anything else as it is.
+
+    Arrays of one value count as that value.
+    """
+    if not hasattr(value, "tolist"):
+        return value
+    plain = value.tolist()
+    while isinstance(plain, list) and len(plain) == 1:
+        (plain,) = plain
+    return plain
 
 
 def named_numbers(where: str, name: str, value: Any) -> dict[str, float]:
     """A dictionary of plain numbers by name; the same object if it is one already."""
     if not isinstance(value, dict):
         raise DataError(f"{where}: {name} must be a dictionary, got {type(value).__name__}")
-    if wrong := [key for key in value if not isinstance(key, str)]:
-        raise DataError(f"{where}: {name} has the key {wrong[0]!r}; its numbers are named by strings")
+    _check_names(where, name, value)
     plain = {key: _plain_number(where, f"{name}[{key!r}]", item) for key, item in value.items()}
     return value if all(plain[key] is value[key] for key in plain) else plain
 
 
-def check_plain(value: Any, path: str) -> None:
+def json_default(value: Any) -> Any:
+    """For the ``default`` of JSON encoders: numbers and arrays of NumPy, torch and the like as plain ones."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} is not JSON")
+
+
+def _check_names(where: str, name: str, value: dict[Any, Any]) -> None:
+    if wrong := [key for key in value if not isinstance(key, str)]:
+        raise DataError(f"{where}: {name} has the key {wrong[0]!r}; its numbers are named by strings")
+
+
+def check_plain(value: Any, path: str) -> Any:
     """Check that a value survives JSON: ``None``, booleans, numbers, strings, lists, and dictionaries with string keys.
+
+    Returns it with the numbers and arrays of other libraries as plain numbers and lists; the same object if there are
+    none.
 
     Raises:
         DataError: Naming the place, such as ``metadata.tools[2]``, and the type, for a tuple too, which JSON would turn
             into a list; or the value has more than 100 levels, as one that holds itself has.
     """
-    _check_plain(value, path, _MOST_LEVELS)
+    return _check_plain(value, path, _MOST_LEVELS)
 
 
-def _check_plain(value: Any, path: str, levels: int) -> None:
+def _check_plain(value: Any, path: str, levels: int) -> Any:
     if value is None or isinstance(value, str | int | float):
-        return
+        return value
     if not levels:
         raise DataError(f"{path} is nested too deeply (over {_MOST_LEVELS} levels), or holds itself; make it flatter")
     if isinstance(value, list):
         if set(map(type, value)) <= _SCALARS:  # long lists of numbers, such as token ids
-            return
-        for place, item in enumerate(value):
-            _check_plain(item, f"{path}[{place}]", levels - 1)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise DataError(f"{path} has the key {key!r} of type {type(key).__name__}; keys must be strings")
-            _check_plain(item, f"{path}.{key}", levels - 1)
-    else:
-        raise DataError(
-            f"{path} is a {type(value).__name__}; allowed: None, bool, int, float, str, list, dict with string keys"
-        )
+            return value
+        items = [_check_plain(item, f"{path}[{place}]", levels - 1) for place, item in enumerate(value)]
+        return value if all(map(operator.is_, items, value)) else items
+    if isinstance(value, dict):
+        if wrong := [key for key in value if not isinstance(key, str)]:
+            raise DataError(f"{path} has the key {wrong[0]!r} of type {type(wrong[0]).__name__}; keys must be strings")
+        parts = {key: _check_plain(item, f"{path}.{key}", levels - 1) for key, item in value.items()}
+        return value if all(parts[key] is item for key, item in value.items()) else parts
+    if hasattr(value, "tolist"):  # of NumPy, torch and the like
+        return _check_plain(value.tolist(), path, levels - 1)
+    raise DataError(
+        f"{path} is a {type(value).__name__}; allowed: None, bool, int, float, str, list, dict with string keys"
+    )
 
 
 def _plain_number(where: str, name: str, value: Any) -> float:

@@ -54,7 +54,8 @@ class Sample:
             top-p, top-k or min-p, for the trainer to normalize over; ``None`` where that is the whole vocabulary.
         routed_experts: The experts that the engine chose for the first T of ``tokens``, at most all but one, as text
             (:mod:`slime_core.types.routed`), for the trainer to choose the same. ``None`` if they are unknown.
-        reward: A number, or several by name; ``None`` before scoring.
+        reward: A number, or several by name, of which one is trained on; among them may be other values that JSON can
+            hold, such as the answer that was found. ``None`` before scoring.
         status: Where the sample stands.
         remove_sample: Train on none of its tokens. Its reward still counts in its group's mean.
         session_id: Requests of one session go to the same engine; ``None`` means no preference.
@@ -76,7 +77,7 @@ class Sample:
     weight_versions: list[int] = dataclasses.field(default_factory=list)
     kept_tokens: str | None = None
     routed_experts: str | None = None
-    reward: float | dict[str, float] | None = None
+    reward: float | dict[str, Any] | None = None
     status: Status = Status.PENDING
     remove_sample: bool = False
     session_id: str | None = None
@@ -240,6 +241,7 @@ class Sample:
         for name, text in (("label", self.label), ("session_id", self.session_id)):
             if not (text is None or isinstance(text, str)):
                 raise DataError(f"{where}: {name} must be a string or None, got {text!r} ({type(text).__name__})")
+        self.remove_sample = checks.scalar(self.remove_sample)
         if not isinstance(self.remove_sample, bool):
             raise DataError(f"{where}: remove_sample must be true or false, got {self.remove_sample!r}")
         for name, values in (("metadata", self.metadata), ("train_metadata", self.train_metadata)):
@@ -302,12 +304,16 @@ _FIELDS = dict.fromkeys(field.name for field in dataclasses.fields(Sample)).keys
 _NEEDED = {"index", "group_index", "prompt"}
 
 
-def scalar_reward(index: int, reward: float | dict[str, float] | None, key: str | None) -> float:
+def scalar_reward(index: int, reward: float | dict[str, Any] | None, key: str | None) -> float:
     """See :meth:`Sample.scalar_reward`."""
     if isinstance(reward, dict):
         if key is None or key not in reward:
             raise DataError(
                 f"sample {index}: the reward has the entries {sorted(reward)}; choose one with --reward-key"
+            )
+        if not isinstance(reward[key], int | float):
+            raise DataError(
+                f"sample {index}: the reward's {key} is {reward[key]!r}, which is not a number; --reward-key names one"
             )
         return float(reward[key])
     if reward is None:

@@ -32,6 +32,7 @@ QUIET_SECONDS = 600.0
 """A run that is not finished is taken for stopped when it has written nothing for so long."""
 CHARTS = (
     ("Reward", "rollout", ("rollout/raw_reward",), ""),
+    ("Further parts of the reward", "rollout", ("rollout/reward/<part>",), ""),
     ("Held-out score", "eval", (), ""),
     ("Loss", "train", ("train/loss",), ""),
     ("KL", "train", ("train/kl_loss", "train/ppo_kl"), "nats"),
@@ -45,7 +46,7 @@ CHARTS = (
     ("Staleness", "rollout", ("rollout/staleness/mean", "rollout/staleness/max"), "versions"),
     ("Groups with equal rewards", "rollout", ("rollout/zero_std/ratio",), ""),
 )
-"""What is shown first: title, kind of row, metrics, unit."""
+"""What is shown first: title, kind of row, metrics as the table of names has them, unit."""
 
 
 def report_data(directories: Sequence[Path], *, live: bool = False) -> Data:
@@ -185,7 +186,7 @@ def _charts(curves: Data) -> Iterator[Data]:
         wanted = names if names else tuple(f"eval/{name}" for name in eval_scores(series))
         if not names and not wanted:  # rows of a data set have a loss
             title, wanted = "Held-out loss", tuple(name for name in series if HELD_OUT_LOSS.fullmatch(name))
-        if there := [name for name in wanted if name in series]:
+        if there := [name for one in wanted for name in series if one in (name, entry_of(name))]:
             yield {"title": title, "kind": kind, "names": there, "unit": unit}
 
 

@@ -26,7 +26,7 @@ from slime_core.types import Group, Prompt, Sample, Status
 from slime_core.types.arrays import columns_of
 from slime_core.user_functions import load_function
 from slime_rollout.config import RolloutConfig
-from slime_rollout.errors import GenerationError
+from slime_rollout.errors import GenerationError, is_number
 from slime_rollout.generate.context import FINISHED, GenerateGroup, GenerationContext, clear_response, single_turn
 
 FLAG = "--custom-generate-function-path"
@@ -284,7 +284,8 @@ class HookCall:
 
     def _tokenize(self, part: Sample, given: _Given, where: str) -> None:
         """Tokenize a response that was set as text alone, with the end token if it is finished."""
-        if part.tokens != given.before.tokens:
+        given_tokens: Any = part.tokens  # perhaps an array
+        if (given_tokens.tolist() if hasattr(given_tokens, "tolist") else given_tokens) != given.before.tokens:
             raise GenerationError(
                 f"{where} has other tokens than its prompt's and response_length 0; set response_length, or leave "
                 "tokens alone and set response only"
@@ -296,7 +297,7 @@ class HookCall:
         end = tokenizer.eos_token_id
         if part.status in (Status.PENDING, Status.COMPLETED) and end is not None and tokens[-1:] != [end]:
             tokens.append(end)
-        part.tokens = [*part.tokens, *tokens]
+        part.tokens = [*given.before.tokens, *tokens]
         part.response_length = len(tokens)
         part.rollout_log_probs, part.weight_versions = None, []
         part.kept_tokens = part.routed_experts = None
@@ -393,8 +394,9 @@ def number_parts(groups: Iterable[Group], fresh: Callable[[], int]) -> None:
 
 
 def _check_numbers(part: Sample, where: str) -> None:
-    rewards = part.reward if isinstance(part.reward, dict) else {"": part.reward or 0.0}
-    if not rewards or not all(map(math.isfinite, rewards.values())):
+    reward = part.reward
+    rewards = [value for value in reward.values() if is_number(value)] if isinstance(reward, dict) else [reward or 0.0]
+    if not any(map(math.isfinite, rewards)):
         raise GenerationError(f"{where} has the reward {part.reward}; set a finite number, numbers by name, or None")
     if part.rollout_log_probs is not None and not all(map(math.isfinite, part.rollout_log_probs)):
         raise GenerationError(f"{where} has rollout_log_probs that are not finite")

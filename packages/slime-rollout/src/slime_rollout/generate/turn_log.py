@@ -25,6 +25,7 @@ import numpy as np
 import orjson
 
 from slime_core.types import Sample, Status
+from slime_core.types.checks import json_default
 from slime_rollout.errors import GenerationError
 from slime_rollout.generate.completion import Completion
 
@@ -145,7 +146,7 @@ class TurnLog:
 def as_json(value: Any, where: str) -> bytes:
     """A value as JSON, which reads back as the same; a `GenerationError` if there is none."""
     try:
-        return orjson.dumps(value)
+        return orjson.dumps(value, default=json_default)
     except TypeError as error:
         raise GenerationError(
             f"{where}: a tool's result must be JSON (numbers, texts, lists, dictionaries with texts as keys), so that "

@@ -21,6 +21,7 @@ from slime_core.user_functions import load_function
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data import AccountedSource, Fate, SourceCalls, copied_group
 from slime_rollout.generate import by_trajectory, number_parts
+from slime_rollout.hooks.rollouts import plain_metrics
 from slime_rollout.limits import ModelLimits
 from slime_rollout.threads import await_within
 
@@ -175,11 +176,7 @@ class RolloutFunction:
         return [list(group) for group in found]
 
     def _metrics(self, found: Any) -> dict[str, float]:
-        given = getattr(found, "metrics", None) or {}
-        wrong = [key for key, value in given.items() if isinstance(value, bool) or not isinstance(value, int | float)]
-        if wrong:
-            raise DataError(f"{self.name} returned the metric {wrong[0]} as {_short(given[wrong[0]])}; give numbers")
-        return {str(key): float(value) for key, value in given.items()}
+        return plain_metrics(getattr(found, "metrics", None) or {}, f"{self.name} set")
 
     def _eval_set(self, name: Any, one: Any) -> tuple[list[float], list[Sample]]:
         if not isinstance(name, str) or (problem := set_name_problem(name)):

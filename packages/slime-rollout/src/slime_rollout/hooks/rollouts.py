@@ -6,12 +6,13 @@ import asyncio
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from slime_core.errors import ConfigError, DataError, SlimeError
 from slime_core.hooks import HookArgs
 from slime_core.types import Group, Sample, Status
+from slime_core.types.checks import scalar
 from slime_core.user_functions import load_function
 from slime_rollout.config import RolloutConfig
 from slime_rollout.threads import await_within, call_within
@@ -186,12 +187,18 @@ class RolloutHooks:
 
 
 def _logged(function: UserFunction, skips: Any, usual: Metrics, extra: Metrics) -> Metrics:
+    skips = scalar(skips)
     if skips not in (None, True, False):
         raise DataError(f"{function.name} returned {str(skips)[:100]!r}; return True to leave out the usual metrics")
-    wrong = [name for name, value in extra.items() if isinstance(value, bool) or not isinstance(value, int | float)]
-    if wrong:
-        raise DataError(f"{function.name} set the metric {wrong[0]} to {extra[wrong[0]]!r}; give numbers")
-    return ({} if skips else usual) | {name: float(value) for name, value in extra.items()}
+    return ({} if skips else usual) | plain_metrics(extra, f"{function.name} set")
+
+
+def plain_metrics(given: Mapping[Any, Any], who: str) -> Metrics:
+    """A user-defined function's metrics as floats; those of NumPy and torch are numbers, and so are truth values."""
+    values = {str(name): scalar(value) for name, value in given.items()}
+    if wrong := [name for name, value in values.items() if not isinstance(value, int | float)]:
+        raise DataError(f"{who} the metric {wrong[0]} to {str(values[wrong[0]])[:100]!r}; give numbers")
+    return {name: float(value) for name, value in values.items()}
 
 
 class RewardPostProcess:
@@ -211,7 +218,8 @@ class RewardPostProcess:
     def __call__(self, samples: list[Sample]) -> tuple[list[float], list[float]]:
         """Two numbers for each sample; a `DataError` if the function returned something else."""
         found = self._function(self._args, samples)
-        lists = [part.tolist() if hasattr(part, "tolist") else part for part in found] if _is_pair(found) else []
+        pair = found if isinstance(found, list | tuple) else scalar(found)
+        lists = [_numbers(part) for part in pair] if isinstance(pair, list | tuple) and len(pair) == 2 else []
         right = [isinstance(part, list | tuple) and len(part) == len(samples) for part in lists]
         if len(right) != 2 or not all(right) or not all(_is_number(value) for part in lists for value in part):
             raise DataError(
@@ -222,8 +230,10 @@ class RewardPostProcess:
         return raw, rewards
 
 
-def _is_pair(found: Any) -> bool:
-    return isinstance(found, list | tuple) and len(found) == 2
+def _numbers(part: Any) -> Any:
+    """A list of plain values of what a function gave for each sample."""
+    is_array = hasattr(part, "ndim") and part.ndim > 0
+    return [scalar(value) for value in part] if isinstance(part, list | tuple) or is_array else part
 
 
 def _is_number(value: Any) -> bool:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from slime_core.errors import DataError
 from slime_core.hooks import HookArgs
 from slime_core.types import TrainSample
+from slime_core.types.checks import scalar
 from slime_rollout.config import RolloutConfig
 from slime_rollout.hooks.rollouts import UserFunction
 
@@ -55,7 +56,10 @@ class DataPostprocess:
             )
         if missing := [name for name in (*_NAMES, *LOG_PROBS) if name not in data]:
             raise DataError(f"{self._function.name} took away {', '.join(missing)}; change the values instead")
-        for name, column in data.items():
+        columns: dict[str, Any] = dict(data)  # functions set what they like
+        for name, column in columns.items():
+            if isinstance(column, tuple) or (hasattr(column, "ndim") and column.ndim):  # a row for each sample
+                data[name] = column = list(column)
             if not isinstance(column, list) or len(column) != len(samples):
                 raise DataError(
                     f"{self._function.name} made {name} {str(column)[:60]}; it must be a list of {len(samples)}, one "
@@ -80,13 +84,14 @@ class DataPostprocess:
         return dataclasses.replace(sample, **values, extras=extras)
 
     def _number(self, sample: TrainSample, name: str, value: Any) -> float:
-        if not isinstance(value, int | float | np.number) or not math.isfinite(value):
+        number = scalar(value)
+        if not isinstance(number, int | float) or not math.isfinite(number):
             raise self._wrong(sample, name, value, "write a finite number")
-        return float(value)
+        return float(number)
 
     def _array(self, sample: TrainSample, name: str, value: Any) -> NDArray[Any]:
         """A finite number for each token of the response."""
-        array = np.asarray(value)
+        array = _as_array(value)
         if array.shape != (sample.response_length,) or array.dtype.kind not in "iufb" or not np.isfinite(array).all():
             raise self._wrong(sample, name, value, f"write {sample.response_length} numbers, one a response token")
         return array
@@ -94,13 +99,23 @@ class DataPostprocess:
     def _extra(self, sample: TrainSample, name: str, value: Any) -> Any:
         if value is None or value is sample.extras.get(name):
             return value
-        array = np.asarray(value)
+        array = _as_array(value)
         if array.dtype.kind in "iufb" and array.ndim <= 1:
             return array if array.ndim else array.item()
         raise self._wrong(sample, name, value, "write an array or a number for each sample")
 
     def _wrong(self, sample: TrainSample, name: str, value: Any, advice: str) -> DataError:
         return DataError(f"{self._function.name} left {name} of sample {sample.index} as {str(value)[:60]}; {advice}")
+
+
+def _as_array(value: Any) -> NDArray[Any]:
+    """An array of numbers, or of something else if they are none: a list's entries may be torch's."""
+    if isinstance(value, np.ndarray):
+        return value
+    try:
+        return np.asarray([scalar(one) for one in value] if isinstance(value, list | tuple) else scalar(value))
+    except ValueError:  # rows of several lengths
+        return np.asarray(None)
 
 
 def columns_of(samples: Sequence[TrainSample]) -> dict[str, list[Any]]:

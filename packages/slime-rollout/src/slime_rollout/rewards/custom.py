@@ -8,13 +8,14 @@ import inspect
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 from slime_core.errors import ConfigError
 from slime_core.hooks import HookArgs
 from slime_core.interfaces import GroupReward, RewardValue
 from slime_core.types import Group, Sample
+from slime_core.types.checks import scalar
 from slime_core.user_functions import load_function
 from slime_rollout.errors import Outcome, RewardError, VerifierError, name_samples
 from slime_rollout.rewards.rules import read_reward
@@ -42,7 +43,10 @@ class CustomReward:
     ``custom_rm``, or else its ``CustomRewardModel``.
 
     ``timeout`` limits one call, in seconds. With ``group`` a function takes several samples, whatever its second
-    argument is called. `ConfigError` if it cannot be loaded, or does not take the arguments.
+    argument is called. ``keys`` are parts of rewards that somebody trains on or reports.
+
+    Raises:
+        ConfigError: It cannot be loaded, or does not take the arguments.
     """
 
     def __init__(
@@ -53,8 +57,9 @@ class CustomReward:
         timeout: float,
         kwargs: Mapping[str, Any] | None = None,
         group: bool = False,
+        keys: Collection[str | None] = (),
     ) -> None:
-        self._name, self._timeout = f"{FLAG} {path}", timeout
+        self._name, self._timeout, self._keys = f"{FLAG} {path}", timeout, keys
         self._model: _Model | None = None
         self.is_batched = True
         function: Callable[..., Any]
@@ -94,7 +99,8 @@ class CustomReward:
                     f"{self._name} takes more than {self._timeout:g} s to be made; raise --rm-timeout"
                 ) from error
             raise
-        values = values.tolist() if hasattr(values, "tolist") else values
+        if hasattr(values, "tolist"):  # one score a row, as reward models give them, or numbers
+            values = [scalar(row) for row in values] if getattr(values, "ndim", 1) else values
         if not isinstance(values, list | tuple) or len(values) != len(group):
             raise VerifierError(
                 f"{self._name} returned {str(values)[:200]} for {name_samples(group)}; "
@@ -103,12 +109,12 @@ class CustomReward:
         return [self._outcome(value, sample) for value, sample in zip(values, group, strict=True)]
 
     def _outcome(self, value: Any, sample: Sample) -> Outcome:
-        reward = read_reward(value)
+        reward = read_reward(value, self._keys)
         if reward is not None:
             return reward
         return VerifierError(
             f"{self._name} returned {_shown(value)} for sample {sample.index}; "
-            "return a finite number, or a dictionary of them by name"
+            "return a finite number, or a dictionary with one under the name that --reward-key gives"
         )
 
 

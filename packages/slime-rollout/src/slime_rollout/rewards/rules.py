@@ -11,11 +11,12 @@ import math
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from slime_core.errors import DataError
 from slime_core.interfaces import RewardValue
+from slime_core.types.checks import NOT_PLAIN, reward_part, scalar
 from slime_rollout.config import OTHER_RULES, REMOTE_RULES, RULES, RolloutConfig
 from slime_rollout.rewards.answers import after_hashes, after_thought, answer_line, answer_tag, last_boxed
 from slime_rollout.rewards.choices import METADATA_KEYS, choice_problem, multiple_choice
@@ -203,19 +204,31 @@ def check_label(rule: str, label: str | None, source: str = "--rm-type") -> str 
     return None
 
 
-def read_reward(value: Any) -> RewardValue | None:
-    """A finite number, or some by name, as plain floats; ``None`` for anything else."""
+def read_reward(value: Any, keys: Collection[str | None] = ()) -> RewardValue | None:
+    """A finite number as a plain float, or parts by name; ``None`` for anything else.
+
+    Of the parts, those that ``keys`` name must be finite numbers if they are there, and one must be in any case. Others
+    are carried as they are, such as the answer that was found; what JSON cannot hold is left out.
+    """
     try:
-        if isinstance(value, dict):
-            rewards = {str(name): _finite(entry) for name, entry in value.items()}
-            return rewards or None
-        return _finite(value)
+        if not isinstance(value, dict):
+            return _finite(value)
+        parts = {str(name): _part(entry) for name, entry in value.items()}
+        are_finite = {name: isinstance(part, float) and math.isfinite(part) for name, part in parts.items()}
     except Exception:  # `__float__` of a user-defined class may raise anything
         return None
+    if not any(are_finite.values()) or not all(are_finite.get(key or "", True) for key in keys):
+        return None
+    return {name: part for name, part in parts.items() if part is not NOT_PLAIN}
+
+
+def _part(entry: Any) -> Any:
+    part = reward_part(entry)
+    return float(part) if isinstance(part, int | float) else part
 
 
 def _finite(value: Any) -> float:
-    number = math.nan if isinstance(value, str | bytes) else float(value)
+    number = math.nan if isinstance(value, str | bytes) else float(scalar(value))
     if not math.isfinite(number):
         raise ValueError
     return number

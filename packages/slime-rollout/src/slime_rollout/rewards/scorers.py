@@ -97,6 +97,7 @@ def make_scorer(
         timeout=settings.reward_timeout,
         kwargs=settings.custom_rm_arguments,
         group=settings.group_rm,
+        keys=keys,
     )
     tolerance = Tolerance(
         drop=settings.rm_on_failure == "drop",
@@ -139,7 +140,9 @@ class RowRuleReward:
             return random_reward
         drop, timeout = settings.rm_on_failure == "drop", settings.timeout_of_rule(name)
         if name in REMOTE_RULES:
-            remote = RemoteReward(settings.rm_url or "", timeout=timeout, boxed=name.startswith(BOXED))
+            remote = RemoteReward(
+                settings.rm_url or "", timeout=timeout, boxed=name.startswith(BOXED), keys=self._names
+            )
             service = f"the service of --rm-url {settings.rm_url}"
             return Tolerance(names=self._names, drop=drop, name=service, limit=WITH_A_SERVICE).each(remote)
         rule = find_rule(name)
@@ -171,15 +174,16 @@ async def random_reward(sample: Sample) -> float:
 
 
 class RemoteReward:
-    r"""Sends ``{"prompt", "response", "label"}`` as JSON; the answer is a number, or an object of numbers.
+    r"""Sends ``{"prompt", "response", "label"}`` as JSON; the answer is a number, or an object with some.
 
     Refused connections, 408, 429 and 5xx are tried four times; any other 4xx ends the run: every sample would get it.
-    ``boxed`` sends as response what the last ``\boxed{…}`` holds, nothing where there is none.
+    ``boxed`` sends as response what the last ``\boxed{…}`` holds, nothing where there is none. ``keys`` are parts that
+    somebody trains on or reports.
     """
 
-    def __init__(self, url: str, *, timeout: float, boxed: bool = False) -> None:
+    def __init__(self, url: str, *, timeout: float, boxed: bool = False, keys: Collection[str] = ()) -> None:
         self._service = Service(url, timeout=timeout)
-        self._boxed = boxed
+        self._boxed, self._keys = boxed, keys
 
     async def __call__(self, sample: Sample) -> RewardValue:
         """The service's value. Raises `VerifierError` if it failed, `RewardError` if it refused the request."""
@@ -191,7 +195,7 @@ class RemoteReward:
             if error.may_pass:
                 raise VerifierError(str(error)) from error
             raise RewardError(f"--rm-url refused sample {sample.index}: {error}") from error
-        reward = read_reward(answer)
+        reward = read_reward(answer, self._keys)
         if reward is None:
             raise VerifierError(
                 f"{self._service.url} answered {str(answer)[:200]!r}, not a finite number or an object of them"

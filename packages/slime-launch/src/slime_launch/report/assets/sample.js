@@ -8,7 +8,7 @@ const chip = (words, kind = "") => el("span", { class: `chip ${kind}` }, words);
 
 const figures = (sample) => {
   const rows = [["reward", number(sample.reward)]];
-  for (const [name, value] of Object.entries(sample.rewards ?? {})) rows.push([`reward: ${name}`, number(value)]);
+  for (const [name, value] of Object.entries(sample.rewards ?? {})) rows.push([`reward: ${name}`, value !== null && typeof value === "object" ? JSON.stringify(value) : number(value)]);
   rows.push(["length", `${number(sample.length)} tokens`]);
   if (sample.label !== null && sample.label !== undefined) rows.push(["label", String(sample.label)]);
   return el("dl", { class: "figures" }, rows.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
