@@ -287,6 +287,7 @@ EVERY_KEY = {
     "min_new_tokens": 0,
     "stop": ["\n", "END"],
     "stop_token_ids": [7, 8],
+    "skip_special_tokens": False,
     "input_key": "question",
     "label_key": "answer",
     "metadata_key": "extra",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slime_core.types import Status, WeightUpdate
 from slime_rollout.config import RolloutConfig
@@ -273,7 +273,20 @@ def test_every_held_out_set_is_sampled_as_it_says(manager, network, write_rows, 
     assert ("eval/drawn-pass@4" in report.metrics, "eval/greedy-pass@4" in report.metrics) == (True, False)
 
 
-def test_stop_strings_and_tokens(manager):
+POSTED = """
+from slime_rollout import get_model_url, post
+
+async def custom_generate(args, sample, sampling_params):
+    payload = {"input_ids": sample.tokens, "sampling_params": sampling_params, "return_logprob": True}
+    output = await post(get_model_url(args), payload)
+    sample.append_response(output["output_ids"], text=output["text"])
+    sample.status = "completed"
+    return sample
+"""
+
+
+def test_stop_strings_and_tokens(manager, tiny_model, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     free = manager().generate(0).samples
     stop_token = max((token for sample in free for token in sample.response_tokens), key=str)
     stopped = manager(rollout_stop_token_ids=(stop_token,)).generate(0).samples
@@ -284,9 +297,21 @@ def test_stop_strings_and_tokens(manager):
     letter = next(letter for sample in free for letter in sample.response if letter.isascii() and letter.isalnum())
     for before, after in zip(free, manager(rollout_stop=(letter,)).generate(0).samples, strict=True):
         if letter in before.response:
-            assert letter not in after.response
             assert after.status is Status.COMPLETED
             assert after.response_tokens == before.response_tokens[: after.response_length]
+            assert tokenizer.decode(after.response_tokens, skip_special_tokens=True) == after.response
+            assert letter in after.response
+            assert letter not in tokenizer.decode(after.response_tokens[:-1])
+    (tmp_path / "own.py").write_text(POSTED)
+    posted = manager(rollout_stop=(letter,), custom_generate_function_path=f"{tmp_path}/own.py").generate(0).samples
+    for before, after in zip(free, posted, strict=True):
+        if letter in before.response:  # what the engine itself says of it
+            assert after.response.endswith(letter) and tokenizer.decode(after.response_tokens).startswith(
+                after.response
+            )
+    kept = manager(no_rollout_skip_special_tokens=True, rollout_max_response_len=60).generate(0).samples
+    assert [tokenizer.decode(one.response_tokens) for one in kept] == [one.response for one in kept]
+    assert any(one.response.endswith(tokenizer.decode([0])) for one in kept)
 
 
 def test_a_new_weight_version_is_on_every_token(manager, fleet):

@@ -207,8 +207,14 @@ class SamplingConfig(Config, needs=GENERATES):
         least=1,
         needs=(),
     )
-    rollout_stop: tuple[str, ...] = flag((), help="strings that end a response")
+    rollout_stop: tuple[str, ...] = flag((), help="strings that end a response, in whose text they stay")
     rollout_stop_token_ids: tuple[int, ...] = flag((), help="further token ids that end a response", least=0)
+    rollout_skip_special_tokens: bool = flag(
+        False, help="leave special tokens, such as the end of a turn, out of a response's text, as is done anyway"
+    )
+    no_rollout_skip_special_tokens: bool = flag(
+        False, help="keep special tokens in a response's text, which rewards see"
+    )
     rollout_concurrency: int = flag(
         512, help="most requests in flight at once", unit="requests", least=1, may_change=True
     )
@@ -249,6 +255,11 @@ class SamplingConfig(Config, needs=GENERATES):
     )
 
     @property
+    def skips_special_tokens(self) -> bool:
+        """Whether special tokens are left out of responses' texts."""
+        return not self.no_rollout_skip_special_tokens
+
+    @property
     def keeps_all_tokens(self) -> bool:
         """Whether tokens are sampled from the whole vocabulary."""
         return (self.rollout_top_p, self.rollout_top_k, self.rollout_min_p) == (1.0, -1, 0.0)
@@ -259,6 +270,8 @@ class SamplingConfig(Config, needs=GENERATES):
         path = self.rollout_function_path
         if path is not None and "fully_async" in path:
             yield f"--rollout-function-path {path} generates ahead; --async-buffer-size N does that here: give that"
+        if self.rollout_skip_special_tokens and self.no_rollout_skip_special_tokens:
+            yield "--rollout-skip-special-tokens and --no-rollout-skip-special-tokens contradict each other; give one"
         if any(not text for text in self.rollout_stop):
             yield "--rollout-stop has an empty string, which would end every response; leave it out"
 

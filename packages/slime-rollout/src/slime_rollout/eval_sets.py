@@ -62,6 +62,7 @@ KEYS: Mapping[str, Any] = {
     "min_new_tokens": _MinTokens,
     "stop": _Texts,
     "stop_token_ids": _TokenIds,
+    "skip_special_tokens": _Switch,
     "input_key": _Text,
     "label_key": _Text,
     "metadata_key": _Text,
@@ -98,6 +99,7 @@ class EvalSet:
     min_new_tokens: int
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]  # besides the model's own
+    skip_special_tokens: bool  # in texts
     metadata_overrides: Mapping[str, Any]  # they replace entries of every prompt's metadata
     config: RolloutConfig  # the run's, with this set's settings of rows and reward, and without held-out sets
 
@@ -158,7 +160,8 @@ def _settings_of_flags(config: RolloutConfig) -> dict[str, Any]:
     for key in KEYS:
         if values := [flags[name] for name in (f"eval_{key}", key, f"rollout_{key}") if name in flags]:
             settings[key] = next((value for value in values if value is not None), None)
-    return settings | {"min_new_tokens": settings["min_new_tokens"] or 0, "metadata_overrides": {}}
+    own: dict[str, Any] = {"min_new_tokens": settings["min_new_tokens"] or 0, "metadata_overrides": {}}
+    return settings | own | {"skip_special_tokens": config.sampling.skips_special_tokens}
 
 
 def _merge(settings: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

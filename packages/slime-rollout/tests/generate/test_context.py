@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from slime_core.errors import ConfigError
 from slime_core.types import Sample, Status
 from slime_core.types.routed import routed_rows
 from slime_rollout.config import RolloutConfig
@@ -65,6 +66,8 @@ def test_request():
         "max_new_tokens": 64,
         "stop": ["\n"],
         "stop_token_ids": [7],
+        "no_stop_trim": True,
+        "skip_special_tokens": True,
         "sampling_seed": 5,
         "min_p": 0.0,
         "frequency_penalty": 0.0,
@@ -133,6 +136,27 @@ def test_experts_are_asked_for_from_the_first_unknown_token_on(engine, reply):
     held_out = Sample(index=0, group_index=0, prompt="p", tokens=[1, 2])
     assert "return_routed_experts" not in asyncio.run(run(held_out, "eval/held"))
     assert held_out.routed_experts is None
+
+
+def test_special_tokens_are_left_out_of_texts_unless_flag_or_set_keep_them(tmp_path):
+    plain, kept = (RolloutConfig.of(**GIVEN, no_rollout_skip_special_tokens=keep) for keep in (False, True))
+    assert [SamplingParams.for_rollout(one).skip_special_tokens for one in (plain, kept)] == [True, False]
+    assert [SamplingParams.for_evaluation(evaluated).skip_special_tokens for evaluated in held_out_of(tmp_path)] == [
+        *(True, False),
+        *(False, True),
+    ]
+    with pytest.raises(ConfigError, match="--no-rollout-skip-special-tokens contradict each other; give one"):
+        RolloutConfig.of(**GIVEN, rollout_skip_special_tokens=True, no_rollout_skip_special_tokens=True)
+
+
+def held_out_of(tmp_path):
+    """Two sets of each of two runs: one as the run, the other the opposite."""
+    for keep in (False, True):
+        path = tmp_path / "sets.yaml"
+        sets = f"[{{name: a, path: x}}, {{name: b, path: x, skip_special_tokens: {str(keep).lower()}}}]"
+        path.write_text(f"eval: {{datasets: {sets}}}")
+        config = RolloutConfig.of(**GIVEN, no_rollout_skip_special_tokens=keep, eval_config=str(path))
+        yield from read_eval_sets(config)
 
 
 def test_the_least_length_yields_to_the_longest():
@@ -268,9 +292,9 @@ def test_a_character_on_both_sides_of_a_cut_is_whole(engine, reply, tokenizer_di
     sample.append_response(tokens[:cut], text=tokenizer.decode(tokens[:cut]), log_probs=[0.0] * cut)
     sample.status = Status.ABORTED
     last = tokenizer.decode(tokens[cut:])
-    engine.answer = lambda number, body: reply(text=last[:-4], tokens=tokens[cut:])  # " = 4" was a stop string
+    engine.answer = lambda number, body: reply(text=last[:-1], tokens=tokens[cut:])  # " =" was a stop string
     run(engine, lambda context: generate_sample(sample, context), tokenizer)
-    assert sample.response == "12 + é"
+    assert sample.response == "12 + é = 4"
     assert sample.response_tokens == tokens
 
 

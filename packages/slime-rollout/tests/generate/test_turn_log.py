@@ -152,6 +152,12 @@ def test_numbers_of_numpy_come_back_plain(log):
     assert log().tool(sample(), ["t", [], {}, 0]) == [{"a": 0.5, "b": [0, 1]}]
 
 
+def test_a_tool_may_be_asked_for_any_text(log):
+    log().add_tool(sample(), ["t", ["a\ud83d"], {}, 0], "found")
+    assert log().tool(sample(), ["t", ["a\ud83d"], {}, 0]) == ["found"]
+    assert log().tool(sample(), ["t", ["a\ud83e"], {}, 0]) is None
+
+
 def test_what_is_no_json_is_refused(log):
     with pytest.raises(GenerationError, match="sample 10: a tool's result must be JSON"):
         log().add_tool(sample(), ["t", [], {}, 0], {1, 2})

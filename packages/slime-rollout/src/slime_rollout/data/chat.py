@@ -139,10 +139,33 @@ def apply_template(tokenizer: Any, messages: list[Message], tools: Tools, **how:
         raise DataError(f"the chat template refuses the messages: {' '.join(str(error).split())}") from error
 
 
+class TextError(DataError):
+    """A text has a character that no tokenizer can encode."""
+
+
+def tokenized(tokenizer: Any, text: str, **how: Any) -> Any:
+    """What the tokenizer returns for a text. Raises TextError for half a surrogate pair, with its place."""
+    try:
+        return tokenizer(text, **how)
+    except (TypeError, UnicodeError):  # tokenizers says TypeError and nothing of the character
+        at = next((place for place, one in enumerate(text) if "\ud800" <= one <= "\udfff"), None)
+        if at is None:
+            raise
+        raise TextError(
+            f"character {at + 1} of a text, {text[at]!a} behind {text[max(at - 20, 0) : at]!r}, is half a surrogate "
+            "pair, which cannot be encoded; leave it out, or write the whole character"
+        ) from None
+
+
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """The ids of a text without special tokens. Errors as of :func:`tokenized`."""
+    return list(tokenized(tokenizer, text, add_special_tokens=False)["input_ids"])
+
+
 def text_tokens(tokenizer: Any, text: str) -> list[int]:
     """Text as the tokenizer does it by itself, with a first token such as BOS once, even if the text has it already."""
     special = not text.startswith(tokenizer.bos_token or "\0")
-    return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+    return list(tokenized(tokenizer, text, add_special_tokens=special)["input_ids"])
 
 
 def unused_character(*values: Any) -> str:
@@ -217,7 +240,7 @@ class PromptEncoder:
         """The token ids of a prompt; a `DataError` if it gives none, or the template refuses it."""
         if self._template:
             messages = suited(as_messages(prompt), lambda some: self._render(some, tools))
-            tokens = list(self.tokenizer(self._render(messages, tools), add_special_tokens=False)["input_ids"])
+            tokens = encode_text(self.tokenizer, self._render(messages, tools))
         elif isinstance(prompt, str):
             tokens = text_tokens(self.tokenizer, prompt)
         elif self._keep_messages:
@@ -274,7 +297,7 @@ class ChatTurns:
                 f"the chat template writes what the model said {text.count(mark)} times when "
                 f"{len(messages)} messages follow, so a conversation cannot go on with it; observe text instead"
             )
-        tokens = list(self._tokenizer(text.partition(mark)[2], add_special_tokens=False)["input_ids"])
+        tokens = encode_text(self._tokenizer, text.partition(mark)[2])
         if tokens and tokens[0] == last_token and last_token in self._tokenizer.added_tokens_decoder:
             return tokens[1:]
         return tokens

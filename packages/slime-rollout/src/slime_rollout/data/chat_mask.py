@@ -26,7 +26,7 @@ from typing import Any
 
 from slime_core.errors import ConfigError, DataError
 from slime_core.types import Message, Sample, Status
-from slime_rollout.data.chat import Tools, apply_template, marked, suited, unused_character
+from slime_rollout.data.chat import Tools, apply_template, marked, suited, tokenized, unused_character
 from slime_rollout.data.messages import TURN_MASK_KEY
 
 Render = Callable[[list[Message], bool], str]
@@ -154,7 +154,7 @@ class ChatEncoder:
 
     def _tokenize(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids, and the characters of each. Spaces that offsets leave out belong to the token behind them."""
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        encoded = tokenized(self.tokenizer, text, add_special_tokens=False, return_offsets_mapping=True)
         spans: list[tuple[int, int]] = []
         done = 0
         for start, end in encoded["offset_mapping"]:

@@ -22,7 +22,7 @@ from typing import Any
 from slime_core.errors import DataError
 from slime_core.types import Group, Message, Prompt, Sample
 from slime_rollout.config import RolloutConfig
-from slime_rollout.data.chat import as_messages, text_tokens
+from slime_rollout.data.chat import as_messages, encode_text, text_tokens
 from slime_rollout.data.chat_mask import ChatEncoder, EncodedChat, shared_length
 from slime_rollout.data.dataset import Dataset
 from slime_rollout.data.files import RawRow
@@ -310,7 +310,7 @@ class PreferenceEncoder:
         end = self.tokenizer.eos_token_id
         if before and before[-1] == end:
             before.pop()
-        after = list(self.tokenizer(response, add_special_tokens=False)["input_ids"])
+        after = encode_text(self.tokenizer, response)
         if end is not None and after[-1:] != [end]:
             after.append(end)
         return EncodedChat(tokens=before + after, loss_mask=[0] * len(before) + [1] * len(after))

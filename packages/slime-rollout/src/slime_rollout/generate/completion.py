@@ -74,7 +74,8 @@ class Completion:
     """What an engine sampled. R is the number of tokens.
 
     Attributes:
-        text: The tokens as text, without special tokens and stop strings; empty if the request was aborted.
+        text: The tokens as text, as the engine gives it: up to the end of a stop string, even inside a token; empty if
+            the request was aborted, and of the last request alone if several sampled the tokens.
         tokens: R token ids, the one that ended the response included.
         log_probs: R log-probs (nats) of these tokens; where ``kept`` is known, over the tokens kept.
         weight_versions: R numbers: the weight version that sampled each token; 0 for the weights at start.
@@ -84,7 +85,6 @@ class Completion:
             were not.
         status: Completed, truncated or aborted.
         reason: The engine's own words for why it ended.
-        text_from: Place of the first token that ``text`` is of: above 0 if another request sampled those before.
     """
 
     text: str
@@ -95,7 +95,6 @@ class Completion:
     reason: str
     kept: list[list[int]] | None = None
     experts_TW: NDArray[np.int32] | None = dataclasses.field(default=None, compare=False)
-    text_from: int = 0
 
     @property
     def kept_tokens(self) -> str | None:
@@ -172,7 +171,6 @@ class Completion:
             weight_versions=self.weight_versions + rest.weight_versions,
             kept=None if self.kept is None else self.kept + (rest.kept or []),
             experts_TW=np.concatenate(tables) if tables else None,
-            text_from=len(self.tokens) + rest.text_from,
         )
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,6 +24,7 @@ from slime_rollout.limits import ModelLimits
 FINISHED = (Status.COMPLETED, Status.TRUNCATED)
 ROLLOUT_STREAM = "rollout"
 NO_LIMITS = ModelLimits()
+_TEXT_BEFORE = 5  # tokens, as SGLang takes
 
 # Settings of SGLang that take probability from a token or add some, at the values where they do not.
 _PLAIN = {
@@ -56,8 +57,9 @@ class SamplingParams:
         min_p: Tokens kept have at least this part of the likeliest one's probability.
         max_new_tokens: Longest response, in tokens.
         max_context: Longest prompt and response together, in tokens; ``None`` leaves it to the engine.
-        stop: Strings that end a response; the text then ends before the string, the tokens after it.
+        stop: Strings that end a response; tokens and text end with the token that completes one.
         stop_token_ids: Token ids that end a response, besides the model's own.
+        skip_special_tokens: Leave special tokens out of the text.
         min_new_tokens: Fewest tokens of a response. 0 in rollouts: the trainer does not know it.
     """
 
@@ -69,6 +71,7 @@ class SamplingParams:
     max_context: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    skip_special_tokens: bool = True
     min_new_tokens: int = 0
 
     @classmethod
@@ -83,6 +86,7 @@ class SamplingParams:
             max_context=config.sampling.rollout_max_context_len,
             stop=config.sampling.rollout_stop,
             stop_token_ids=config.sampling.rollout_stop_token_ids,
+            skip_special_tokens=config.sampling.skips_special_tokens,
         )
 
     @classmethod
@@ -97,6 +101,7 @@ class SamplingParams:
             max_context=held_out.max_context_len,
             stop=held_out.stop,
             stop_token_ids=held_out.stop_token_ids,
+            skip_special_tokens=held_out.skip_special_tokens,
             min_new_tokens=held_out.min_new_tokens,
         )
 
@@ -127,6 +132,8 @@ class SamplingParams:
             "min_new_tokens": min(self.min_new_tokens, longest),
             "stop": list(self.stop),
             "stop_token_ids": list(self.stop_token_ids),
+            "no_stop_trim": True,
+            "skip_special_tokens": self.skip_special_tokens,
             "sampling_seed": seed,
         }
 
@@ -206,6 +213,19 @@ class GenerationContext:
             if problem := self.limits.token_problem(tokens, self.tokenizer):
                 raise GenerationError(f"sample {sample.index}: {what}{problem}")
 
+    def text_of(self, tokens: Sequence[int], after: Sequence[int]) -> str:
+        """Tokens as the text that they add to those before them, whole tokens and without special ones as chosen.
+
+        A tokenizer may write a token in another way at the beginning (SentencePiece leaves out a space), so those
+        before count. Raises GenerationError without a tokenizer.
+        """
+        if self.tokenizer is None:
+            raise GenerationError("tokens become text by the model's tokenizer, and this context has none")
+        skip, before = self.params.skip_special_tokens, list(after[-_TEXT_BEFORE:])
+        known: str = self.tokenizer.decode(before, skip_special_tokens=skip)
+        whole: str = self.tokenizer.decode([*before, *tokens], skip_special_tokens=skip)
+        return whole[len(known) :]
+
     async def next_turn(self, sample: Sample, request: dict[str, Any]) -> Completion:
         """What an engine answers to a :meth:`request`, or has answered before a restart. Errors as of the client's."""
         known = None if self.turns is None else self.turns.turn(sample, request)
@@ -252,7 +272,7 @@ async def generate_sample(sample: Sample, context: GenerationContext) -> list[Sa
         sample.status = Status.TRUNCATED
         return [sample]
     done = await context.client.generate(sample.tokens, **context.request(sample, room=room))
-    _extend(sample, done, context.tokenizer)
+    _extend(sample, done, context)
     return [sample]
 
 
@@ -265,14 +285,12 @@ def clear_response(sample: Sample) -> None:
     sample.reward, sample.status = None, Status.PENDING
 
 
-def _extend(sample: Sample, done: Completion, tokenizer: Any) -> None:
+def _extend(sample: Sample, done: Completion, context: GenerationContext) -> None:
     """Append what an engine sampled; of an aborted request nothing without a tokenizer, which its text needs."""
-    if tokenizer is None and done.status is Status.ABORTED:
+    has_tokenizer = context.tokenizer is not None
+    if not has_tokenizer and done.status is Status.ABORTED:
         done = Completion.nothing()
-    if tokenizer is not None and (sample.response_length or done.text_from or done.status is Status.ABORTED):
-        text = _joined_text(sample, done, tokenizer)
-    else:
-        text = sample.response + done.text
+    text = sample.response + done.text
     if done.tokens:
         sample.append_response(
             done.tokens,
@@ -283,18 +301,10 @@ def _extend(sample: Sample, done: Completion, tokenizer: Any) -> None:
         )
     elif not sample.response_length:
         sample.rollout_log_probs = []
-    sample.response = text
+    # Of all tokens, and not the engine's words: these end with the stop string and not with its token, and a character
+    # may have bytes on both sides of a cut.
+    sample.response = context.text_of(sample.response_tokens, sample.prompt_tokens) if has_tokenizer else text
     sample.status = done.status
-
-
-def _joined_text(sample: Sample, done: Completion, tokenizer: Any) -> str:
-    """The text of the whole response. A character may have bytes on both sides of a cut."""
-    whole: str = tokenizer.decode([*sample.response_tokens, *done.tokens], skip_special_tokens=True)
-    if done.status is Status.ABORTED:
-        return whole
-    last: str = tokenizer.decode(done.tokens[done.text_from :], skip_special_tokens=True)
-    # The engine leaves a stop string out of the text, not out of the tokens.
-    return whole[: len(whole) - (len(last) - len(done.text))] if last.startswith(done.text) else whole
 
 
 def with_router(args: HookArgs, url: str, key: str | None = None) -> HookArgs:

@@ -26,6 +26,7 @@ from slime_core.types import Group, Prompt, Sample, Status
 from slime_core.types.arrays import columns_of
 from slime_core.user_functions import load_function
 from slime_rollout.config import RolloutConfig
+from slime_rollout.data.chat import TextError, encode_text
 from slime_rollout.errors import GenerationError, is_number
 from slime_rollout.generate.context import FINISHED, GenerateGroup, GenerationContext, clear_response, single_turn
 
@@ -116,6 +117,8 @@ class CustomGenerate:
                     return await self._function(context.args, list(call.samples), **named)
                 params = context.params.to_request(context.seed(call.sample))
                 return await self._function(context.args, call.sample, params, **named)
+        except TextError as error:
+            raise TextError(f"{self._where} for {names}: {error}") from None
         except SlimeError:
             raise
         except (Exception, SystemExit, asyncio.CancelledError) as error:
@@ -293,10 +296,14 @@ class HookCall:
         tokenizer = self.context.tokenizer
         if tokenizer is None:
             raise GenerationError(f"{where} has a response as text, which needs a tokenizer, and the context has none")
-        tokens = list(tokenizer(part.response, add_special_tokens=False)["input_ids"])
+        try:
+            tokens = encode_text(tokenizer, part.response)
+        except TextError as error:
+            raise TextError(f"{where} has a response that cannot be tokenized: {error}") from None
         end = tokenizer.eos_token_id
         if part.status in (Status.PENDING, Status.COMPLETED) and end is not None and tokens[-1:] != [end]:
             tokens.append(end)
+            part.response += tokenizer.decode([end], skip_special_tokens=self.context.params.skip_special_tokens)
         part.tokens = [*given.before.tokens, *tokens]
         part.response_length = len(tokens)
         part.rollout_log_probs, part.weight_versions = None, []

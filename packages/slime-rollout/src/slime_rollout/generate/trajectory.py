@@ -18,7 +18,7 @@ import orjson
 
 from slime_core.hooks import HookArgs
 from slime_core.types import Message, Prompt, Sample, Status
-from slime_rollout.data.chat import ChatTurns, as_messages
+from slime_rollout.data.chat import ChatTurns, as_messages, encode_text
 from slime_rollout.engine.addresses import key_for
 from slime_rollout.errors import GenerationError
 from slime_rollout.generate.completion import Completion
@@ -120,7 +120,8 @@ class Trajectory:
                 the trainer computes one distribution for all tokens.
 
         Returns:
-            The whole turn as text, without special tokens; with the stop string that ended it.
+            The whole turn as text, without special tokens (but with ``--no-rollout-skip-special-tokens``); with the
+            token that completed a stop string.
 
         Raises:
             GenerationError: See :meth:`EngineClient.generate`; or ``changes`` need evaluation.
@@ -157,7 +158,7 @@ class Trajectory:
         else:  # what was cut off had just filled the room
             sample.status = Status.TRUNCATED
         sample.metadata[TURNS_KEY] = turn + 1
-        text = self._decode(sample.response_tokens[sample.response_length - begun :])
+        text = self._text_at_end(begun)
         sample.response = before + text
         return text
 
@@ -168,9 +169,9 @@ class Trajectory:
         left, they are not added: the sample is then ``TRUNCATED`` and the trajectory :attr:`done`.
         """
         if isinstance(content, str):
-            self._observe(self._tokenizer()(content, add_special_tokens=False)["input_ids"], content)
+            self._observe(encode_text(self._tokenizer(), content))
         else:
-            self._observe(list(content), self._decode(list(content)))
+            self._observe(list(content))
 
     def observe_messages(self, messages: Sequence[Message]) -> None:
         """:meth:`observe` chat messages, such as ``{"role": "tool", "content": "42"}``, as the template writes them.
@@ -189,15 +190,16 @@ class Trajectory:
         chat = ChatTurns(self._tokenizer(), self._context.args)
         last_token = sample.tokens[-1] if sample.response_length else None
         tokens = chat.continuation(self.messages, messages, last_token=last_token, tools=sample.metadata.get("tools"))
-        self._observe(tokens, self._decode(tokens))
+        self._observe(tokens)
 
-    def _observe(self, tokens: list[int], text: str) -> None:
+    def _observe(self, tokens: list[int]) -> None:
         if self.sample.status is Status.ABORTED:
             return  # the turn is not over
         if self.done or len(tokens) >= self.room:
             self._no_more = True
             self.sample.status = Status.TRUNCATED
             return
+        text = self._context.text_of(tokens, self.sample.tokens)
         self.sample.append_response(tokens, text=text, trained=False)
 
     def _check_distribution(self, changes: dict[str, Any]) -> None:
@@ -213,10 +215,12 @@ class Trajectory:
     def _text_before(self, begun: int) -> str:
         """The response as text without its last ``begun`` tokens, the beginning of a turn."""
         sample = self.sample
-        return sample.response.removesuffix(self._decode(sample.response_tokens[-begun:])) if begun else sample.response
+        return sample.response.removesuffix(self._text_at_end(begun)) if begun else sample.response
 
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer().decode(list(tokens), skip_special_tokens=True))
+    def _text_at_end(self, count: int) -> str:
+        """The last ``count`` tokens as text."""
+        tokens, start = self.sample.tokens, len(self.sample.tokens) - count
+        return self._context.text_of(tokens[start:], tokens[:start])
 
     def _tokenizer(self) -> Any:
         if self._context.tokenizer is None:

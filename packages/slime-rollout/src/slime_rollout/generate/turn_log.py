@@ -164,7 +164,10 @@ def _tool_key(sample: Sample, call: list[Any]) -> str:
 
 
 def _key(asked: list[Any]) -> str:
-    content = orjson.dumps(asked, default=repr, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+    try:
+        content = orjson.dumps(asked, default=repr, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+    except orjson.JSONEncodeError:  # half a surrogate pair, which a model may write
+        content = repr(asked).encode(errors="backslashreplace")
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 

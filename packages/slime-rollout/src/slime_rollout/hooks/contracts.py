@@ -406,10 +406,11 @@ class StandInEngine:
         asked = body.get("input_ids") or self._tokenizer(str(body.get("text")), add_special_tokens=False)["input_ids"]
         turn = max((turn + 1 for said, turn in self._said if asked[: len(said)] == said), default=0)
         text = self._replies[turn % len(self._replies)]
-        tokens, finish = self._sample(text, body.get("sampling_params") or {})
+        params = body.get("sampling_params") or {}
+        tokens, finish = self._sample(text, params)
         self._said.append(([*asked, *tokens], turn))
         reply = {
-            "text": self._tokenizer.decode(tokens, skip_special_tokens=True),
+            "text": self._tokenizer.decode(tokens, skip_special_tokens=params.get("skip_special_tokens", True)),
             "output_ids": tokens,
             "meta_info": {
                 "finish_reason": finish,
