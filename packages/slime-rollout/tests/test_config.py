@@ -6,7 +6,8 @@ import pytest
 
 from slime_core.errors import ConfigError
 from slime_core.flags import flag_specs, flag_values
-from slime_rollout.config import RULES, RolloutConfig
+from slime_rollout.config import RolloutConfig
+from slime_rollout.reward_config import RULES
 
 GOOD = {"hf_checkpoint": "model", "prompt_data": "train.jsonl", "rollout_batch_size": 4}
 

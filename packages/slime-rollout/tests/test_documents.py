@@ -15,10 +15,11 @@ import slime_core
 import slime_rollout
 from slime_core.flags import flag_specs
 from slime_rollout.cli import main
-from slime_rollout.config import RULES, RolloutConfig
+from slime_rollout.config import RolloutConfig
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.eval_sets import KEYS, read_eval_sets
 from slime_rollout.hooks.contracts import TIME_LIMIT
+from slime_rollout.reward_config import RULES
 
 PACKAGE = Path(__file__).parents[1]
 PAGES = [PACKAGE / "README.md", *sorted((PACKAGE / "docs").glob("*.md"))]

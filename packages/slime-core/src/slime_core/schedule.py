@@ -70,10 +70,9 @@ def build_shards(
     """Normalise rewards and split a rollout into a shard per rank, in optimizer steps and micro-batches.
 
     Every sample is in exactly one micro-batch, unless ``drop_untrained`` leaves it out. Steps take whole trajectories
-    in the rollout's order, ``global_batch_size`` each; mostly a trajectory is one sample. In a step, ranks are balanced
-    by ``cost`` and have equally many micro-batches, the costliest first. The same rollout gives the same shards.
-    Aborted and failed samples are counted but train nothing: their reward takes no part in their group's mean.
-    Where a step has too few samples for equally many micro-batches, an empty one gets a filler: :data:`FILLER_INDEX`.
+    in the rollout's order, ``global_batch_size`` each. In a step, ranks are balanced by ``cost`` and have equally many
+    micro-batches, the costliest first; an empty one gets a filler, :data:`FILLER_INDEX`. Aborted and failed samples
+    are counted but train nothing, also not by their group's mean. The same rollout gives the same shards.
 
     Args:
         algorithm: Says how rewards are normalised.

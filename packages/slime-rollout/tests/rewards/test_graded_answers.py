@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from slime_rollout.config import COMPARING_RULES, RolloutConfig
+from slime_rollout.config import RolloutConfig
 from slime_rollout.data.files import RawRow
 from slime_rollout.data.rows import check_row
+from slime_rollout.reward_config import COMPARING_RULES
 from slime_rollout.rewards import find_rule
 
 HERE = Path(__file__).parent

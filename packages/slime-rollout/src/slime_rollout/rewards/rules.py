@@ -17,7 +17,8 @@ from typing import Any
 from slime_core.errors import DataError
 from slime_core.interfaces import RewardValue
 from slime_core.types.checks import NOT_PLAIN, reward_part, scalar
-from slime_rollout.config import OTHER_RULES, REMOTE_RULES, RULES, RolloutConfig
+from slime_rollout.config import RolloutConfig
+from slime_rollout.reward_config import OTHER_RULES, REMOTE_RULES, RULES
 from slime_rollout.rewards.answers import after_hashes, after_thought, answer_line, answer_tag, last_boxed
 from slime_rollout.rewards.choices import METADATA_KEYS, choice_problem, multiple_choice
 from slime_rollout.rewards.maths import math_equal, read_number, same_number

@@ -11,10 +11,11 @@ from slime_core.errors import DataError
 from slime_core.hooks import HookArgs
 from slime_core.interfaces import GroupReward, Reward, RewardValue
 from slime_core.types import Sample
-from slime_rollout.config import REMOTE_RULES, RolloutConfig
+from slime_rollout.config import RolloutConfig
 from slime_rollout.errors import FailureLimit, RewardError, Tolerance, VerifierError
 from slime_rollout.eval_sets import EvalSet
 from slime_rollout.http import HttpError, Service
+from slime_rollout.reward_config import REMOTE_RULES
 from slime_rollout.rewards.answers import last_boxed
 from slime_rollout.rewards.custom import FLAG, BatchedReward, CustomReward
 from slime_rollout.rewards.pool import VerifierPool
