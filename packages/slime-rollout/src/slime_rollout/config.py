@@ -20,10 +20,10 @@ BUILT_IN_ROLLOUTS = ("slime.rollout.sglang_rollout.generate_rollout", SFT_ROLLOU
 """What the upstream system calls its rollout functions; their work is built in here."""
 LOSS_MASKS = ("qwen", "qwen3", "qwen3_5", "distill_qwen")
 PAIRS = given("loss_type", "dpo_loss", "rm_loss")
-DROPS = any_given("dynamic_sampling_filter_path", "max_weight_staleness", "custom_generate_function_path") | given(
-    "rm_on_failure", "drop"
-)
-"""What may leave a group out of a rollout."""
+DROPS = any_given(
+    *("dynamic_sampling_filter_path", "async_buffer_size", "max_weight_staleness", "custom_generate_function_path")
+) | given("rm_on_failure", "drop")
+"""What may leave a group out of a rollout, or start more groups than it is made of."""
 SAMPLED_SETS = (GENERATES, *HELD_OUT)
 # What rendering a prompt decides itself.
 _OWN_TEMPLATE_ARGUMENTS = {"conversation", "tools", "tokenize", "return_dict", "return_tensors"}

@@ -56,7 +56,7 @@ class Fleet:
             "rollout_max_restarts": 50,
             "router_policy": "round_robin",
         }
-        self.config = EngineConfig(sglang_python=str(python), **defaults | settings)
+        self.config = EngineConfig().adapted(sglang_python=str(python), **defaults | settings)
         self.before = set(self.children())
 
     def start(self, on_progress=None):
