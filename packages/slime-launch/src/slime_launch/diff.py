@@ -56,7 +56,7 @@ def diff(argv: Sequence[str]) -> int:
         print(USAGE)
         return 0
     if wrong := [word for word in argv if word.startswith("-")] or argv[2:]:
-        raise FlagError(f"unexpected {wrong[0]!r}; diff takes two runs' --output-dir, and no flags")
+        raise FlagError(f"unexpected {wrong[0]!r}; diff needs two runs' --output-dir, such as runs/first runs/second")
     if len(argv) != 2:
         raise FlagError("diff needs two runs' --output-dir, such as runs/first runs/second")
     first, second = (WrittenRun(Path(word)) for word in argv)

@@ -75,10 +75,9 @@ def replay(argv: Sequence[str]) -> int:
         return 0
     own, runs = split_words(argv, {spec.name: not spec.is_switch for spec in specs})
     config = ReplayConfig(**parse(groups, parser, [*own, *(word for word in runs if word.startswith("-"))]))
-    if len(runs) > 1:
-        raise FlagError(f"unexpected {runs[1]!r} after {runs[0]}; replay takes one run's --output-dir")
-    if not runs or config.step is None:
-        raise FlagError("replay needs a run's --output-dir and a rollout, such as runs/first-run --step 12")
+    if len(runs) != 1 or config.step is None:
+        stray = f"unexpected {runs[1]!r} after {runs[0]}; " if runs[1:] else ""
+        raise FlagError(f"{stray}replay needs a run's --output-dir and a rollout, such as runs/first-run --step 12")
     run = WrittenRun(Path(runs[0]))
     found = find_start(run, config.step)
     output_dir = Path(config.output_dir or run.directory / "replays" / str(config.step))
