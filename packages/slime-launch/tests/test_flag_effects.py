@@ -348,7 +348,7 @@ def started(settings, monkeypatch, **spies):
 
     for name, spy in spies.items():
         monkeypatch.setattr(run, name, spy)
-    checked = types.SimpleNamespace(settings=settings, manifest=None, weights=None)
+    checked = types.SimpleNamespace(settings=settings, manifest=None, weights=None, data_notes=())
     monkeypatch.setattr(run, "start_lines", lambda checked: [])
     with pytest.raises(AskedError) as caught:
         run.drive(checked, Path("out"), RunConsole(io.StringIO()), Watch())
