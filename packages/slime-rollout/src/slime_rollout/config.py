@@ -93,6 +93,7 @@ class DataConfig(Config, needs=()):
         help="train on conversations or pairs though the chat template leaves out calls, thinking or words of the "
         "turns that are trained on",
         may_change=True,
+        needs=given("loss_type", "sft_loss", "dpo_loss", "rm_loss") | given("rollout_function_path", SFT_ROLLOUT),
     )
     on_bad_data: str = flag(
         "error", choices=("error", "skip"), help="for invalid rows: stop, or count, log and skip them", may_change=True
