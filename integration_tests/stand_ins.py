@@ -93,7 +93,7 @@ def plan_words(words: Sequence[str], work: Path, *, device: str = "h100", gpus_p
         try:
             flags = [*COMMANDS[command], *flags, *(["--num-rollout", "0"] if command == "eval" else [])]
             flags = _with_engine_python(_inside(work, with_config(flags).words))
-            settings, known = read_train(flags, on_gpu=device != "cpu", elsewhere=True)
+            settings, known = read_train(flags, on_gpu=device != "cpu", planned=True)
         except SlimeError as error:
             return Planned(None, str(error).splitlines())
         if missing := _write_stand_ins(settings, flags):

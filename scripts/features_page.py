@@ -29,7 +29,7 @@ from slime_launch.errors import FlagError, Problems
 from slime_launch.flags import read_train
 from slime_launch.idle import idle_notes
 from slime_megatron import core_check
-from slime_rollout.engine import server
+from slime_rollout.engine import python, server
 from slime_rollout.engine.python import importable_in
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "features.md"
@@ -133,7 +133,7 @@ def stand_ins() -> Iterator[None]:
     """Within the block, every file that a command names is in the working directory, as far as checks look at it."""
     kept = {name: os.environ.get(name) for name in ENVIRONMENT}
     asks_core = patch.object(core_check, "_ask_core", lambda config, shape: None)  # takes seconds, and tested there
-    asked_once = patch.object(preflight, "importable_in", functools.cache(importable_in))
+    asked_once = patch.object(python, "importable_in", functools.cache(importable_in))
     on_gpus = patch.object(server, "engine_device", lambda: "cuda")
     temporary = tempfile.TemporaryDirectory(prefix="slime-features-")
     with temporary as directory, contextlib.chdir(directory), asked_once, on_gpus, asks_core:
@@ -203,7 +203,7 @@ def answer(*features: Feature) -> tuple[str, set[str]]:
     except (FlagError, ConfigError) as error:
         return str(error).splitlines()[0], set()
     problems = Problems(contradictions)
-    preflight.look(settings, problems, elsewhere=True)
+    preflight.look(settings, problems, elsewhere=True, planned=True)
     notes = [line.removeprefix("no effect, as ").rpartition(": ") for line in idle_notes(settings)]
     idle = {f"{flag}: {why}" for why, _, flags in notes for flag in flags.split(", ")}
     return next(iter(problems.lines), ""), idle

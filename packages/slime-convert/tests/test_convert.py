@@ -211,7 +211,7 @@ def test_flags_are_checked(one_origin, tmp_path):
 def test_existing_output_is_kept_unless_forced(one_origin, tmp_path):
     hf_to_torch_dist(one_origin, tmp_path / "td")
     before = tree(tmp_path)
-    with pytest.raises(OutputError, match=r"exists already.*--force"):
+    with pytest.raises(OutputError, match=r"exists already.*with force=True$"):
         hf_to_torch_dist(one_origin, tmp_path / "td")
     assert tree(tmp_path) == before
     stamp = (tmp_path / "td" / "release" / ".metadata").stat().st_mtime_ns
@@ -361,7 +361,7 @@ class TestPredictionModules:
         }
         assert_same_weights(tmp_path / "back", plain)
         with pytest.raises(
-            CheckpointError, match=r"has no weight mtp\.layers\.0\..* with --add-missing-from-origin-hf"
+            CheckpointError, match=r"has no weight mtp\.layers\.0\..* with add_missing_from_origin_hf=True"
         ):
             torch_dist_to_hf(tmp_path / "td", tmp_path / "whole", with_prediction_module)
         torch_dist_to_hf(tmp_path / "td", tmp_path / "whole", with_prediction_module, add_missing_from_origin_hf=True)

@@ -215,7 +215,7 @@ def test_on_the_way_to_megatron(one_origin, tmp_path, capsys):
     for path in adapter.glob("adapter_*"):
         shutil.copy(path, beside)
     (note,) = hf_to_torch_dist(beside, tmp_path / "without").notes
-    assert note == f"the LoRA adapter in {beside} is not merged in; --adapter {beside} does that"
+    assert note == f"the LoRA adapter in {beside} is not merged in; adapter= {beside} does that"
     assert verify(one_origin, tmp_path / "without").equal
     assert hf_to_torch_dist(beside, tmp_path / "with", adapter=beside).notes == ()
     assert verify(tmp_path / "with", tmp_path / "merged").equal

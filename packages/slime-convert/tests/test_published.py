@@ -1,5 +1,7 @@
+import pytest
+
 from slime_convert.cli import main
-from slime_convert.published import PUBLISHED
+from slime_convert.published import PUBLISHED, published_config
 
 # Several releases share a shape, and so a file in scripts/models; each must be found by its name.
 RELEASES = [
@@ -42,3 +44,15 @@ def test_each_release_is_named_once(capsys):
     assert main(["list-models"]) == 0
     named = capsys.readouterr().out.replace(",", "").split()
     assert {name: named.count(name) for name in RELEASES} == dict.fromkeys(RELEASES, 1)
+
+
+@pytest.mark.parametrize("name", ["qwen3-4B", "Qwen3-4B", "Qwen/Qwen3-4B", "qwen/qwen3-4b", "Qwen3-4B-Base"])
+def test_a_published_model_is_found_by_each_of_its_names(name):
+    assert published_config(name) == PUBLISHED["qwen3-4B"].config
+
+
+def test_every_published_model_is_found_by_its_makers_name():
+    for entry in PUBLISHED.values():
+        for model in entry.models.split(", "):
+            assert published_config(f"owner/{model}") == entry.config, model
+    assert published_config("Qwen/Qwen3-5B") is None and published_config("") is None

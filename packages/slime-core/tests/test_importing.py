@@ -1,9 +1,10 @@
 import gc
 import sys
+from importlib import metadata
 
 import pytest
 
-from slime_core.importing import without_collections, without_packages
+from slime_core.importing import install_command, install_hint, without_collections, without_packages
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -32,3 +33,34 @@ def test_a_package_is_absent_in_the_block_alone_and_stays_where_it_was_imported(
     import colorsys
 
     assert colorsys.rgb_to_hsv(0, 0, 0) == (0, 0, 0)
+
+
+def test_a_hint_names_what_is_on_an_index_and_not_our_package(monkeypatch):
+    texts = ["numpy>=1.26", "wandb>=0.19; extra == 'wandb'", 'isal>=1; python_version > "3.0" and extra == "wandb"']
+    monkeypatch.setattr(metadata, "requires", lambda name: [*texts, "pytest; extra == 'test'"])
+    hint = install_hint("slime-launch", "wandb")
+    assert hint == install_command("wandb>=0.19", "isal>=1") and hint.endswith(" 'wandb>=0.19' 'isal>=1'")
+    assert "slime" not in hint.replace(sys.executable, "")
+
+
+def test_a_hint_for_a_package_that_is_not_installed_names_its_file(monkeypatch):
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", missing)
+    assert (
+        install_hint("slime-launch", "wandb")
+        == "install the packages of the extra wandb in slime-launch's pyproject.toml"
+    )
+
+
+@pytest.mark.parametrize("has_pip", [True, False])
+def test_packages_are_installed_where_they_are_missing_with_what_is_there(has_pip, monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if has_pip else None)
+    usual = f"{sys.executable} -m pip install" if has_pip else f"uv pip install --python {sys.executable}"
+    assert install_command("a<2") == f"{usual} 'a<2'"
+    if has_pip:
+        (tmp_path / "pip").touch()
+    python = str(tmp_path / "python")
+    other = f"{python} -m pip install" if has_pip else f"uv pip install --python {python}"
+    assert install_command("b", python=python) == f"{other} b"

@@ -185,9 +185,10 @@ def test_output_that_cannot_be_written(refused, flags, workspace, flag):
     assert "can't be written" in message
 
 
-def test_no_weights(refused, flags):
+def test_no_weights(refused, flags, workspace):
     del flags["--load"]
-    assert "give --load DIR" in refused(flags)
+    (workspace / "hf" / "model.safetensors").unlink()
+    assert "has no *.safetensors; give a Hugging Face model directory" in refused(flags)
 
 
 def test_no_room_for_engines(refused, flags):

@@ -33,7 +33,8 @@ def test_what_is_installed_here_is_enough_and_every_part_is_named():
 
 def test_a_version_that_was_not_tested():
     finding = check_version("ray", "1.0", Requirement("ray>=2.40,<3"))
-    assert str(finding) == "missing  ray 1.0 is installed, <3,>=2.40 is needed; pip install it"
+    run = doctor.install_command("ray<3,>=2.40")
+    assert str(finding) == f"missing  ray 1.0 is installed, <3,>=2.40 is needed; run: {run}"
     assert check_version("ray", "2.60.0", Requirement("ray>=2.40,<3")).level == OK
 
 

@@ -7,13 +7,12 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from slime_core.errors import ConfigError
 from slime_core.types import RolloutBatch, Sample
 from slime_launch.config import free_flags
 from slime_launch.errors import ManifestError, RunError
 from slime_launch.flags import parse_train
 from slime_launch.preflight import preflight
-from slime_launch.resume import RunState, StartWeights, changed_flags, find_run, start_weights
+from slime_launch.resume import RunState, StartWeights, changed_flags, find_run, start_notes, start_weights
 from slime_megatron.errors import CheckpointError
 from slime_rollout.engine.config import EngineConfig
 
@@ -267,11 +266,20 @@ def test_a_reference_that_is_gone_is_named(check, flags, workspace):
         check(flags)
 
 
-def test_weights_must_come_from_somewhere(check, flags):
-    flags.pop("--load", None)
-    flags.pop("--ref-load", None)
-    with pytest.raises(ConfigError, match="no weights to start from: give --load DIR"):
-        check(flags)
+@pytest.mark.parametrize(("ref_load", "flag"), [(True, "--ref-load"), (False, "--hf-checkpoint")])
+def test_without_load_a_run_begins_with_the_reference_or_else_the_engines_model_and_says_so(
+    check, flags, workspace, ref_load, flag
+):
+    save_file({"weight": np.zeros(8, np.float32)}, workspace / "hf" / "model.safetensors")
+    dist = flags.pop("--load")
+    if ref_load:
+        flags["--ref-load"] = dist
+    checked = check(flags)
+    begins = str((workspace / ("dist/release" if ref_load else "hf")).resolve())
+    assert checked.weights == StartWeights(load=begins, ref_load=begins)
+    notes = start_notes(checked.settings, checked.manifest, checked.weights)
+    assert notes == [f"--load is not given, so the run begins with {flag} {begins}"]
+    assert start_notes(check(flags | {"--load": dist}).settings, None, StartWeights(load=dist, ref_load=dist)) == []
 
 
 def test_only_the_newest_checkpoints_are_kept_and_what_the_run_began_with(settings, workspace):

@@ -111,7 +111,7 @@ def test_what_is_missing_is_said_at_the_start(wandb, monkeypatch, tmp_path):
         TrackingConfig(wandb_project="p", wandb_group="g")
     monkeypatch.delitem(sys.modules, "wandb")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(PreflightError, match=r"pip install 'slime-launch\[wandb\]'"):
+    with pytest.raises(PreflightError, match=r"run: .* pip install .*'wandb>=[\d.]+', or leave"):
         check_wandb(online)
 
 

@@ -22,7 +22,7 @@ try:
     from functools import partial
     from typing import Any, NoReturn
 
-    from slime_convert.commands import COMMANDS, Command
+    from slime_convert.commands import COMMANDS, Command, in_flags
     from slime_convert.errors import ConvertError
     from slime_convert.files.partial import version
     from slime_convert.progress import drop, flush_or_drop, say
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None, *, skip_unknown: bool = False) -> in
             if sys.stdout is not None:
                 sys.stdout.flush()
     except ConvertError as error:
-        say(f"{_PROGRAM}: {error}")
+        say(f"{_PROGRAM}: {in_flags(str(error))}")
         return 2
     except BrokenPipeError:
         drop(sys.stdout)

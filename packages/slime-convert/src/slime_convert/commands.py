@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,24 @@ from slime_convert.shape import SHAPE_FLAGS
 _CHECKPOINT = "Hugging Face directory, torch_dist or legacy torch checkpoint, or GGUF file"
 _INPUTS = ("hf_checkpoint", "input_dir", "load", "gguf", "adapter", "origin_hf_dir")
 _ADAPTER = "LoRA adapter of PEFT (adapter_config.json, adapter_model.safetensors)"
+
+
+ARGUMENTS = {
+    "force=True": "--force",
+    "add_missing_from_origin_hf=True": "--add-missing-from-origin-hf",
+    "max_shard_bytes=": "--max-shard-gib",
+    "origin_hf_dir=": "--origin-hf-dir",
+    "adapter=": "--adapter",
+    "dtype=": "--dtype",
+    "ignore=": "--ignore",
+}
+"""What messages name of a call from Python, and its flag."""
+_NAMED = re.compile(rf"(?<![\w.-])(?:{'|'.join(map(re.escape, ARGUMENTS))})(?=[ ,;)]|$)")
+
+
+def in_flags(message: str) -> str:
+    """A message about a call as one about a command."""
+    return _NAMED.sub(lambda match: ARGUMENTS[match[0]], message)
 
 
 class Flag:
@@ -79,7 +98,7 @@ def _convert(args: argparse.Namespace) -> int:
         converted = function(**given, on_progress=command_progress(quiet=args.quiet))
     if not args.quiet:
         for note in converted.notes:
-            say(f"slime-convert: note: {note}")
+            say(f"slime-convert: note: {in_flags(note)}")
         try:
             for name in converted.copied:
                 print(printable(f"copied from {args.origin_hf_dir}: {name}"))
@@ -295,7 +314,7 @@ COMMANDS = (
             _JSON,
         ),
         _check_model,
-        epilog="Needs the check extra: pip install 'slime-convert[check]'. Exit code: 0 if no proof failed, else 1.",
+        epilog="Needs transformers, and megatron-core for its proofs. Exit code: 0 if no proof failed, else 1.",
     ),
     Command(
         "megatron-flags",

@@ -76,7 +76,7 @@ def hf_to_torch_dist(
     check_weight_count(shape, tensors, origin)
     shape, notes = without_missing_modules(shape, tensors, origin)
     if adapter is None and (origin / hf.ADAPTER_CONFIG).exists():
-        notes.append(f"the LoRA adapter in {origin} is not merged in; --adapter {origin} does that")
+        notes.append(f"the LoRA adapter in {origin} is not merged in; adapter= {origin} does that")
     weight_map = WeightMap(shape, shape.padded_vocab_size(1, make_vocab_size_divisible_by))
     modules = _modules_of(shape, flags)
     if left_out := modules & tensors.keys():
@@ -159,7 +159,7 @@ def megatron_to_hf(
     if lacking and (not add_missing_from_origin_hf or lacking == names):
         raise CheckpointError(
             f"{checkpoint.directory} has no weight {lacking[0]} ({len(lacking)} such weights); use the checkpoint and "
-            "the config of one model, or copy such weights with --add-missing-from-origin-hf"
+            "the config of one model, or copy such weights with add_missing_from_origin_hf=True"
         )
     for name, info in found.items():
         checked_type(name, info, checkpoint.directory)

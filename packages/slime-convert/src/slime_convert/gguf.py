@@ -104,7 +104,7 @@ def _new_tensor(weights: GgufWeights, name: str, shape: tuple[int, ...], dtype: 
         if result.numel() and not torch.stack(torch.aminmax(result)).isfinite().all():
             raise GgufError(
                 f"{name} of {file} holds a NaN, an infinity or what {dtype} has no room for; "
-                "give a file that is complete, or write --dtype float32"
+                "give a file that is complete, or write dtype= float32"
             )
         return result
 

@@ -38,6 +38,19 @@ PUBLISHED: Mapping[str, PublishedModel] = {
 }
 """Published shapes by the name of their file in ``scripts/models``."""
 
+
+def published_config(model: str) -> Mapping[str, Any] | None:
+    """The config of a published model, by a name of :data:`PUBLISHED`, its maker's or the Hub's; ``None`` if unknown.
+
+    Letters may be large or small: ``qwen3-4B``, ``Qwen3-4B`` and ``Qwen/Qwen3-4B`` are one.
+    """
+    plain = model.rpartition("/")[2].casefold()
+    for name, entry in PUBLISHED.items():
+        if plain in (name.casefold(), *entry.models.casefold().split(", ")):
+            return entry.config
+    return None
+
+
 _HEADER = ("name", "family", "layers", "hidden", "ffn", "heads", "groups", "experts", "vocab", "rope base", "models")
 
 

@@ -206,5 +206,5 @@ def test_a_projection_without_columns_is_another_shape(origin, family, tmp_path)
 def test_the_extra_is_asked_for(origin, family, tmp_path, monkeypatch):
     path = write(tmp_path / "a.gguf", weights_of(origin), architecture=family)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(GgufError, match=r"reading GGUF needs gguf, which is not installed; .*\[gguf\]"):
+    with pytest.raises(GgufError, match=r"reading GGUF needs gguf, which is not installed; run: .*install .*'gguf>="):
         verify(path, origin)

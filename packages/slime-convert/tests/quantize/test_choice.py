@@ -93,7 +93,7 @@ def test_what_cannot_be_chosen_is_told():
         projections({"model.layers.0.input_layernorm.weight": (8,), "lm_head.weight": (8, 8)})
     with pytest.raises(QuantizationError, match=r"experts\.gate_up_proj holds all experts of a layer in one tensor"):
         projections({"model.layers.0.mlp.experts.gate_up_proj": (4, 8, 8)})
-    with pytest.raises(QuantizationError, match=r"--ignore re:\.\* leaves nothing to quantize"):
+    with pytest.raises(QuantizationError, match=r"ignore= re:\.\* leaves nothing to quantize"):
         not_ignored(["a.weight"], ["re:.*"])
-    with pytest.raises(QuantizationError, match=r"--ignore re:\( is not a regular expression"):
+    with pytest.raises(QuantizationError, match=r"ignore= re:\( is not a regular expression"):
         not_ignored(["a.weight"], ["re:("])

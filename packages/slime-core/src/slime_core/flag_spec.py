@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
+import os
+from collections.abc import Mapping
 from typing import Any
 
 from slime_core.needs import Need
@@ -82,8 +85,12 @@ class FlagSpec:
 
     def problem(self, value: Any) -> str | None:
         """What is wrong with a value: what was given, what is allowed, what to do; ``None`` if nothing is."""
-        for item in value if isinstance(value, tuple) else (value,):
-            if item is None or (isinstance(item, bool) and self.choices is None):
+        for item in value if isinstance(value, tuple | list) and self.nargs else (value,):
+            if item is None:
+                continue
+            if self.choices is None and not self._is_of_type(item):
+                return self._wrong_type(item)
+            if isinstance(item, bool) and self.choices is None:
                 continue
             if self.choices is not None and item not in self.choices:
                 advice = f"; {self.range.advice}" if self.range.advice else ""
@@ -93,3 +100,25 @@ class FlagSpec:
                 advice = f"; {self.range.advice}" if self.range.advice else ""
                 return f"{self.name} {item} must be {finite}{self.range}{advice}"
         return None
+
+    def _is_of_type(self, item: Any) -> bool:
+        """Whether a value, which Python may have given, is of the flag's type; True is not a number."""
+        return isinstance(item, bool) == (self.type is bool) and isinstance(item, _PYTHON[self.type])
+
+    def _wrong_type(self, item: Any) -> str:
+        if callable(item) and self.type is str:
+            return (
+                f"{self.name} takes text, got the function {getattr(item, '__qualname__', item)}: other processes look "
+                "it up, so give its path, pkg.mod:fn or file.py:fn"
+            )
+        return f"{self.name} takes {_CALLED[self.type]}, got {item!r} ({type(item).__name__})"
+
+
+_PYTHON: Mapping[type, tuple[type, ...]] = {
+    str: (str, os.PathLike),
+    int: (numbers.Integral,),
+    float: (numbers.Real,),
+    bool: (bool,),
+}
+"""What may be given from Python for a flag of each type."""
+_CALLED = {str: "text", int: "a whole number", float: "a number", bool: "True or False"}

@@ -1,11 +1,16 @@
-"""Importing large packages quickly."""
+"""Importing large packages quickly, and what to do where one is missing."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
+import re
+import shlex
 import sys
 from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
 
 
 @contextlib.contextmanager
@@ -37,3 +42,27 @@ def without_packages(*names: str) -> Iterator[None]:
     finally:
         for name in absent:
             del sys.modules[name]
+
+
+def install_hint(distribution: str, extra: str) -> str:
+    """The command that installs what an extra of one of our packages adds, whose own name is on no index.
+
+    Args:
+        distribution: Our package, as it is installed.
+        extra: The extra, such as ``gguf``.
+    """
+    try:
+        texts = metadata.requires(distribution) or []
+    except metadata.PackageNotFoundError:  # its files are there, as in a checkout on PYTHONPATH
+        return f"install the packages of the extra {extra} in {distribution}'s pyproject.toml"
+    parted = [text.partition(";") for text in texts]
+    of_extra = re.compile(rf"""extra == ['"]{re.escape(extra)}['"]""")
+    return install_command(*(name.strip() for name, _, marker in parted if of_extra.search(marker)))
+
+
+def install_command(*requirements: str, python: str = sys.executable) -> str:
+    """The command that installs packages in an interpreter, by default the running one, which need not have pip."""
+    pip = [python, "-m", "pip", "install"]
+    uv = ["uv", "pip", "install", "--python", python]
+    has_pip = importlib.util.find_spec("pip") if python == sys.executable else Path(python).with_name("pip").exists()
+    return shlex.join([*(pip if has_pip else uv), *requirements])

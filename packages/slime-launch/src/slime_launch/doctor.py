@@ -13,9 +13,10 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from slime_core.importing import install_command
 from slime_launch.config import ClusterConfig
 from slime_launch.parser import OneLineParser
-from slime_rollout.engine.python import find_python, importable_in
+from slime_rollout.engine.python import find_python, importable_in, run_python
 from slime_rollout.engine.sglang_flags import engine_device, missing_sglang
 
 PARTS = ("slime-core", "slime-convert", "slime-rollout", "slime-megatron", "slime-launch")
@@ -57,7 +58,9 @@ def check_packages() -> Iterator[Finding]:
         try:
             texts = requires(part) or []
         except PackageNotFoundError:
-            yield Finding(MISSING, f"{part} is not installed; run: pip install ./packages/{part}")
+            yield Finding(
+                MISSING, f"{part} is not installed; run in a clone of slime: {install_command(f'./packages/{part}')}"
+            )
             continue
         for requirement in map(Requirement, texts):
             if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
@@ -66,16 +69,23 @@ def check_packages() -> Iterator[Finding]:
         try:
             found = version(name)
         except PackageNotFoundError:
-            yield Finding(MISSING, f"{name} is not installed; run: pip install '{requirement}'")
+            yield Finding(MISSING, f"{name} is not installed; run: {install_command(_plain(requirement))}")
             continue
         yield check_version(name, found, requirement)
 
 
-def check_version(name: str, found: str, requirement: Requirement) -> Finding:
-    """One package's version against what is needed."""
+def check_version(name: str, found: str, requirement: Requirement, python: str = sys.executable) -> Finding:
+    """One package's version, in an interpreter, against what is needed."""
     if requirement.specifier.contains(found, prereleases=True):
         return Finding(OK, f"{name} {found}")
-    return Finding(MISSING, f"{name} {found} is installed, {requirement.specifier} is needed; pip install it")
+    advice = f"run: {install_command(_plain(requirement), python=python)}"
+    return Finding(MISSING, f"{name} {found} is installed, {requirement.specifier} is needed; {advice}")
+
+
+def _plain(requirement: Requirement) -> str:
+    """A requirement without the environment that it is for."""
+    extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+    return f"{requirement.name}{extras}{requirement.specifier}"
 
 
 def check_sglang(given: str | None) -> Iterator[Finding]:
@@ -89,7 +99,7 @@ def check_sglang(given: str | None) -> Iterator[Finding]:
         yield Finding(NOTE, f"SGLang in {python}: its version cannot be read")
         return
     needed = [Requirement(text) for text in requires("slime-rollout") or () if text.startswith("sglang>")]
-    finding = check_version("sglang", found, needed[0]) if needed else Finding(OK, f"sglang {found}")
+    finding = check_version("sglang", found, needed[0], python) if needed else Finding(OK, f"sglang {found}")
     yield Finding(finding.level, f"{finding.text} (in {python})")
 
 
@@ -133,7 +143,7 @@ def check_machine(ray_address: str | None) -> Iterator[Finding]:
 def _output(python: str, program: str) -> str | None:
     """What a program prints; ``None`` if it fails."""
     try:
-        done = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=SECONDS, check=False)
+        done = run_python(python, program, None, SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

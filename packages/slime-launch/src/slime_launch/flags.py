@@ -29,7 +29,7 @@ from slime_megatron.config import MegatronConfig
 from slime_megatron.megatron_words import megatron_args
 from slime_rollout.config import RolloutConfig
 from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.python import find_python, importable_in
+from slime_rollout.engine.python import find_python, has_sglang
 from slime_rollout.engine.router_flags import CONTROLLED as ROUTER_CONTROLLED
 from slime_rollout.engine.router_flags import PREFIX as ROUTER_PREFIX
 from slime_rollout.engine.router_flags import router_specs
@@ -68,7 +68,7 @@ def parse_train(argv: Sequence[str], *, on_gpu: bool | None = None) -> Settings:
         FlagError: The command line cannot be read; a line for each reason.
         ConfigError: Values contradict each other: all of them, a line each.
     """
-    settings, problems, contradictions = _read(argv, on_gpu=on_gpu, elsewhere=False)
+    settings, problems, contradictions = _read(argv, on_gpu=on_gpu, planned=False)
     if problems:
         raise FlagError("\n".join([*problems, *contradictions]))
     if contradictions:
@@ -76,28 +76,26 @@ def parse_train(argv: Sequence[str], *, on_gpu: bool | None = None) -> Settings:
     return settings
 
 
-def read_train(
-    argv: Sequence[str], *, on_gpu: bool | None = None, elsewhere: bool = False
-) -> tuple[Settings, list[str]]:
+def read_train(argv: Sequence[str], *, on_gpu: bool | None = None, planned: bool = False) -> tuple[Settings, list[str]]:
     """As :func:`parse_train`; what is wrong is returned, so that the preflight reports it with what it finds.
 
-    ``on_gpu`` says what the command is for; ``None`` is this machine. If it runs ``elsewhere``, SGLang's flags are
-    taken as given where no SGLang on this machine knows them.
+    ``on_gpu`` says what the command is for; ``None`` is this machine. If it is only ``planned``, SGLang's flags are
+    taken as given where there is no SGLang on this machine.
 
     Raises:
         FlagError: Nothing can be read.
         ConfigError: The file of ``--config`` cannot.
     """
-    settings, problems, contradictions = _read(argv, on_gpu=on_gpu, elsewhere=elsewhere)
+    settings, problems, contradictions = _read(argv, on_gpu=on_gpu, planned=planned)
     return settings, [*problems, *contradictions]
 
 
-def _read(argv: Sequence[str], *, on_gpu: bool | None, elsewhere: bool) -> tuple[Settings, list[str], list[str]]:
+def _read(argv: Sequence[str], *, on_gpu: bool | None, planned: bool) -> tuple[Settings, list[str], list[str]]:
     """Settings; what cannot be read of the command line; how values contradict each other."""
     stray = leading_strays(argv)
     expanded = with_config(argv[len(stray) :])
     words, as_given = expanded.words, dict[str, Any]()
-    if elsewhere and not importable_in(find_python(sglang_python(words)), "sglang"):
+    if planned and not has_sglang(sglang_python(words)):
         words, as_given = _without_sglang(words, expanded.booleans)
     groups, parser, refused = _command(words)
     words = without(words, [line.split()[0] for line in refused])

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
+from slime_convert.published import published_config
 from slime_core.flags import collected_problems
 from slime_launch.config import Settings
 from slime_launch.errors import PreflightError, Problems
@@ -20,6 +23,9 @@ DESCRIPTION = ("*.json", "*.model", "*.txt", "*.jinja")
 FILES = (*DESCRIPTION, "*.safetensors")
 """What a run reads of a model."""
 INDEX = "model.safetensors.index.json"
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+TRACKERS = ("latest_checkpointed_iteration.txt", ".metadata", "metadata.json")
+"""What a directory with weights has: files of such names, or these of a checkpoint."""
 CHECKPOINTS = ("load", "ref_load", "critic_load", "opd_teacher_load")
 """Flags of trainers that name a checkpoint, or a model."""
 
@@ -27,9 +33,9 @@ CHECKPOINTS = ("load", "ref_load", "critic_load", "opd_teacher_load")
 def with_paths(settings: Settings, problems: Problems, *, weights: bool = True) -> Settings:
     """The same settings with paths for names. A Hub's model is taken from the cache, or else downloaded.
 
-    Without ``weights`` what describes a model suffices. One that is not in the cache and cannot be downloaded is among
-    the ``problems``, and keeps its name. A ``--load`` that is not there yet keeps it, too, where ``--ref-load`` is
-    given, with which the run then begins.
+    Without ``weights``, which is for plans, what describes a model suffices: the config of a published one will do. One
+    that is not in the cache and cannot be downloaded is among the ``problems``, and keeps its name. A ``--load`` that
+    is not there yet keeps it, too, where ``--ref-load`` is given, with which the run then begins.
     """
     named, paths = models(settings), dict[str, str]()
     for key, name in named.items():
@@ -63,21 +69,35 @@ def models(settings: Settings) -> dict[str, str]:
 
 
 def absent_models(given: Settings, settings: Settings) -> dict[str, str]:
-    """The models that were ``given`` by name and whose weights are not downloaded: path in the ``settings`` → name."""
+    """The models whose weights are not here: path in the ``settings`` → what was ``given``.
+
+    Those are the models that were given by name and are not downloaded, and directories that only describe a model.
+    """
     names, paths = models(given), models(settings)
-    return {path: names[key] for key, path in paths.items() if path != names[key] and not is_whole(Path(path))}
+    named = {path: names[key] for key, path in paths.items() if path != names[key] and not is_whole(Path(path))}
+    return named | {path: path for path in paths.values() if path not in named and _only_describes(Path(path))}
+
+
+def _only_describes(directory: Path) -> bool:
+    """Whether a directory has a model's config, and no file of weights in any format."""
+    return (directory / "config.json").is_file() and not any(
+        path.suffix in WEIGHTS or path.name in TRACKERS for path in directory.iterdir()
+    )
 
 
 def local_model(name: str, flag: str = "--hf-checkpoint", *, weights: bool = True) -> str:
     """A model's directory: ``name`` itself, unless it has the form ``owner/model`` and no such directory exists.
 
-    Without ``weights`` these are not downloaded. Errors name the ``flag``.
+    Without ``weights`` these are not downloaded, and the config of a published model is taken where there is no other.
+    Errors name the ``flag``.
 
     Raises:
         PreflightError: It is not in the Hub's cache and cannot be downloaded.
     """
-    if Path(name).exists() or not HUB_NAME.fullmatch(name):
+    if Path(name).exists():
         return name
+    if not HUB_NAME.fullmatch(name):
+        return name if weights else _published(name) or name
     from huggingface_hub import constants, snapshot_download
 
     reason = "it lacks files"
@@ -90,10 +110,34 @@ def local_model(name: str, flag: str = "--hf-checkpoint", *, weights: bool = Tru
         else:
             if is_whole(Path(found)) or (not weights and _is_described(Path(found), downloaded=not only_cached)):
                 return found
+    if not weights and (described := _published(name)):
+        return described
     raise PreflightError(
         f"{flag} {name} is not a directory, is not complete in the Hub's cache {constants.HF_HUB_CACHE}, "
         f"and cannot be downloaded ({reason}); give a directory, or run `hf download {name}` where there is a network"
     )
+
+
+def is_published(directory: Path) -> bool:
+    """Whether all that is here of a model is the config that is published: no tokenizer, and no weights."""
+    return directory.parent == Path(_configs().name)
+
+
+@functools.cache
+def _configs() -> tempfile.TemporaryDirectory[str]:
+    """Where this process writes configs of published models; removed with it."""
+    return tempfile.TemporaryDirectory(prefix="slime-published-")
+
+
+def _published(name: str) -> str | None:
+    """A directory with the config of a published model; ``None`` for a name that is not one's."""
+    config = published_config(name)
+    if config is None:
+        return None
+    directory = Path(_configs().name) / name.rpartition("/")[2]
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
+    return str(directory)
 
 
 def stored_bytes(model: Path) -> int:

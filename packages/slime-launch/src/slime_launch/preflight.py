@@ -22,7 +22,7 @@ from slime_launch.devices import find_device, run_device
 from slime_launch.errors import PreflightError, Problems
 from slime_launch.manifest import Manifest
 from slime_launch.megatron_flags import check_arguments
-from slime_launch.names import with_paths
+from slime_launch.names import is_published, with_paths
 from slime_launch.overrides import Overrides, read_overrides
 from slime_launch.resume import StartWeights, find_run, start_weights
 from slime_launch.room import check_room, existing
@@ -47,7 +47,7 @@ from slime_megatron.start import check_algorithm
 from slime_rollout.data import check_prompt_data
 from slime_rollout.data.notes import data_notes
 from slime_rollout.data_service import DataSpec, check_rows, count_rows
-from slime_rollout.engine.python import importable_in
+from slime_rollout.engine.python import has_sglang, importable_in
 from slime_rollout.engine.router import check_router_port
 from slime_rollout.engine.server import EngineSpec, check_flags
 from slime_rollout.engine.sglang_flags import missing_sglang
@@ -136,11 +136,18 @@ class Found:
     said: list[str]
 
 
-def look(settings: Settings, problems: Problems, *, elsewhere: bool = False, absent: Collection[str] = ()) -> Found:
+def look(
+    settings: Settings,
+    problems: Problems,
+    *,
+    elsewhere: bool = False,
+    planned: bool = False,
+    absent: Collection[str] = (),
+) -> Found:
     """Make all checks, and put what is wrong into ``problems``.
 
-    With ``elsewhere``, which is for plans, those are left out that another machine than this has to pass. ``absent``
-    are the directories of a Hub's models whose weights were not downloaded, for plans, too.
+    A command that is only ``planned`` needs no SGLang here, and no weights in the directories that are ``absent``. With
+    ``elsewhere``, which is for plans, too, those checks are left out that another machine than this has to pass.
     """
     settings = without_checkpoints(problems.attempt(count_rollouts, settings) or settings)
     problems.attempt(check_settings, settings)
@@ -151,7 +158,7 @@ def look(settings: Settings, problems: Problems, *, elsewhere: bool = False, abs
             if args is not None:
                 problems.attempt(check_hooks, settings.rollout, args)
     directory = Path(settings.rollout.data.hf_checkpoint)
-    problems.attempt(check_hf_directory, directory, weights=str(directory) not in absent)
+    problems.attempt(_check_model, settings, absent)
     shape = problems.attempt(check_shape, settings) if (directory / "config.json").is_file() else None
     problems.attempt(check_switched_off, settings, shape)
     if shape is not None:
@@ -182,7 +189,7 @@ def look(settings: Settings, problems: Problems, *, elsewhere: bool = False, abs
         problems.attempt(check_stop_ids, settings.rollout)
         if settings.engine.sglang_router_port is not None and not elsewhere:
             problems.attempt(check_router_port, settings.engine.sglang_router_ip, settings.engine.sglang_router_port)
-        engines = problems.attempt(check_engines, settings, elsewhere=elsewhere)
+        engines = problems.attempt(check_engines, settings, elsewhere=elsewhere, planned=planned)
         if not elsewhere:
             problems.attempt(check_on_cpu, settings, engines)
     elif settings.rows is not None:
@@ -303,10 +310,13 @@ def find_weights(settings: Settings, absent: Collection[str] = ()) -> tuple[Mani
     Raises:
         ManifestError: ``--save`` holds another run.
         CheckpointError: A checkpoint that is needed cannot be used.
+        PreflightError: No checkpoint is given, and ``--hf-checkpoint`` is not a model.
     """
     if not settings.trains:
         return None, None
     manifest = find_run(settings)
+    if manifest is None and settings.megatron.load is None and settings.megatron.ref_load is None:
+        _check_model(settings, absent)
     return manifest, start_weights(settings, manifest, absent)
 
 
@@ -360,10 +370,10 @@ def look_again(checked: Checked) -> Checked:
     return dataclasses.replace(checked, manifest=manifest, weights=weights)
 
 
-def check_engines(settings: Settings, *, elsewhere: bool = False) -> EnginePlan | None:
+def check_engines(settings: Settings, *, elsewhere: bool = False, planned: bool = False) -> EnginePlan | None:
     """Check the settings of engines that the run starts; returns their plan, if not all of them are alike.
 
-    Engines that run ``elsewhere`` need no SGLang here; without one, flags of SGLang are taken as given.
+    Engines that are only ``planned`` need no SGLang here; without one, flags of SGLang are taken as given.
 
     Raises:
         PreflightError: SGLang is not installed.
@@ -372,8 +382,8 @@ def check_engines(settings: Settings, *, elsewhere: bool = False) -> EnginePlan 
     engine = settings.engine
     if engine.rollout_external_engine_addrs:
         return None
-    is_installed = importable_in(engine.python, "sglang")
-    if not is_installed and not elsewhere:
+    is_installed = has_sglang(engine.sglang_python) if elsewhere else importable_in(engine.python, "sglang")
+    if not is_installed and not planned:
         raise PreflightError(missing_sglang(engine.python))
     if is_installed:
         check_flags(engine, ())
@@ -403,6 +413,17 @@ def check_engines(settings: Settings, *, elsewhere: bool = False) -> EnginePlan 
     return plan
 
 
+def unchecked_engines(settings: Settings, *, elsewhere: bool) -> list[str]:
+    """What a plan could not check of the engines, where SGLang is not installed here."""
+    engine = settings.engine
+    if not settings.generates or engine.rollout_external_engine_addrs or has_sglang(engine.sglang_python):
+        return []
+    flags = ", ".join(f"--sglang-{name}" for name in engine.sglang_args)
+    unchecked = f", so these flags are not checked: {flags}" if flags else ""
+    start = "" if elsewhere else "; to start here, name the Python that has it with --sglang-python"
+    return [f"SGLang is not installed on this machine{unchecked}{start}"]
+
+
 @contextlib.contextmanager
 def importing_hooks() -> Iterator[None]:
     """Within the block, modules of the working directory are found, as in the workers, and leave no compiled files."""
@@ -416,13 +437,19 @@ def importing_hooks() -> Iterator[None]:
         sys.dont_write_bytecode = writes_none
 
 
-def check_hf_directory(directory: Path, *, weights: bool = True) -> None:
-    """Check the engines' directory: config, tokenizer and ``weights``."""
+def _check_model(settings: Settings, absent: Collection[str]) -> None:
+    """Check the engines' directory as far as it is here."""
+    directory = Path(settings.rollout.data.hf_checkpoint)
+    check_hf_directory(directory, weights=str(directory) not in absent, tokenizer=not is_published(directory))
+
+
+def check_hf_directory(directory: Path, *, weights: bool = True, tokenizer: bool = True) -> None:
+    """Check the engines' directory: config, ``tokenizer`` and ``weights``."""
     if not directory.is_dir():
         raise PreflightError(f"--hf-checkpoint {directory} is not a directory; give a Hugging Face model directory")
     found = {
         "config.json": (directory / "config.json").is_file(),
-        "tokenizer (tokenizer.json)": any((directory / name).exists() for name in TOKENIZER_FILES),
+        "tokenizer (tokenizer.json)": not tokenizer or any((directory / name).exists() for name in TOKENIZER_FILES),
         "*.safetensors": not weights or any(directory.glob("*.safetensors")),
     }
     if missing := [what for what, is_there in found.items() if not is_there]:

@@ -119,7 +119,7 @@ def cluster_has_gpus(address: str) -> bool:
 
     A process of its own asks: this one has not read yet what Ray should be started with.
     """
-    command = [sys.executable, "-c", COUNT_GPUS, address]
+    command = [sys.executable, "-P", "-c", COUNT_GPUS, address]
     try:
         _knock(address)
         answer = subprocess.run(command, capture_output=True, text=True, timeout=COUNT_SECONDS, check=True).stdout

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from slime_convert.errors import ConvertError
 from slime_convert.quantize import read_format
-from slime_core.errors import ConfigError
 from slime_launch.config import Settings, free_flags
 from slime_launch.errors import ManifestError, RunError
 from slime_launch.manifest import FILE_NAME, Manifest, read_manifest, write_manifest
@@ -86,9 +85,9 @@ def start_weights(settings: Settings, manifest: Manifest | None, absent: Collect
     """Find the weights that the run begins with, or began with if it is continued. ``absent`` ones are not looked at.
 
     Where ``--load`` holds no checkpoint, as ``--save``'s own directory at first, the run begins with ``--ref-load``.
+    Without both flags it begins with ``--hf-checkpoint``.
 
     Raises:
-        ConfigError: Neither flag is given.
         CheckpointError: A directory that is needed is not a checkpoint.
     """
     if manifest is not None:
@@ -99,31 +98,36 @@ def start_weights(settings: Settings, manifest: Manifest | None, absent: Collect
         return StartWeights(load=manifest.load, ref_load=manifest.ref_load)
     megatron = settings.megatron
     load = megatron.load
-    if load is None and megatron.ref_load is None:
-        raise ConfigError(
-            "the trainer has no weights to start from: give --load DIR, a Hugging Face model, a checkpoint that "
-            "`slime-convert hf-to-torch-dist` has written, one of an earlier run, or Megatron's legacy format torch"
-        )
-    if megatron.ref_load is not None and (load is None or not may_be_checkpoint(load)):
-        load = megatron.ref_load
-    reference = megatron.ref_load or str(load)
+    if load is None or (megatron.ref_load is not None and not may_be_checkpoint(load)):
+        load = megatron.ref_load or settings.rollout.data.hf_checkpoint
+    reference = megatron.ref_load or load
     if megatron.ref_ckpt_step is not None:
         reference = str(iteration_directory(reference, megatron.ref_ckpt_step))
-    return StartWeights(load=_newest(str(load), absent), ref_load=_newest(reference, absent))
+    return StartWeights(load=_newest(load, absent), ref_load=_newest(reference, absent))
 
 
 def _newest(path: str, absent: Collection[str]) -> str:
     return path if path in absent else str(find_checkpoint(path).directory.resolve())
 
 
-def start_notes(settings: Settings, manifest: Manifest | None, weights: StartWeights | None) -> list[str]:
-    """What a new run begins with: ``--ref-load`` though ``--load`` is given; of a legacy checkpoint, its weights."""
+def beginning(settings: Settings, manifest: Manifest | None, weights: StartWeights | None) -> list[str]:
+    """What a new run begins with, where it is not what ``--load`` says."""
     if weights is None or manifest is not None:
         return []
-    notes = []
     load, begins = settings.megatron.load, Path(weights.load)
-    if load is not None and Path(load).resolve() not in (begins, *begins.parents):
-        notes.append(f"--load {load} holds no checkpoint, so the run begins with --ref-load {weights.load}")
+    flag = "--hf-checkpoint" if settings.megatron.ref_load is None else "--ref-load"
+    if load is None:
+        return [f"--load is not given, so the run begins with {flag} {weights.load}"]
+    if Path(load).resolve() in (begins, *begins.parents):
+        return []
+    return [f"--load {load} holds no checkpoint, so the run begins with {flag} {weights.load}"]
+
+
+def start_notes(settings: Settings, manifest: Manifest | None, weights: StartWeights | None) -> list[str]:
+    """What a new run begins with, where ``--load`` does not say it; of a legacy checkpoint, its weights."""
+    if weights is None or manifest is not None:
+        return []
+    notes, begins = beginning(settings, manifest, weights), Path(weights.load)
     found = find_checkpoint(begins)
     if found.format == "torch":
         notes.append(f"{begins} is a legacy checkpoint (format torch): its weights are loaded, its optimizer is not")

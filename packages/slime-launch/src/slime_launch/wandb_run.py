@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slime_core.files import write_whole
+from slime_core.importing import install_hint
 from slime_launch.config import TrackingConfig
 from slime_launch.errors import PreflightError
 
@@ -44,7 +45,7 @@ def check_wandb(config: TrackingConfig) -> None:
         return
     if importlib.util.find_spec("wandb") is None:
         raise PreflightError(
-            "--use-wandb needs the package wandb; `pip install 'slime-launch[wandb]'`, or leave it out"
+            f"--use-wandb needs the package wandb; run: {install_hint('slime-launch', 'wandb')}, or leave it out"
         )
     if config.wandb_mode == "online" and not os.environ.get(KEY) and not _has_login(config.wandb_host or HOST):
         raise PreflightError(

@@ -237,7 +237,8 @@ class MegatronConfig(RateConfig, needs=TRAINERS):
     load: str | None = flag(
         None,
         metavar="DIR",
-        help="weights to start from: a torch_dist or legacy torch checkpoint, or a Hugging Face model",
+        help="weights to start from: a torch_dist or legacy torch checkpoint, or a Hugging Face model; --ref-load's "
+        "unless given, or else --hf-checkpoint's",
         needs=(),
     )
     ref_load: str | None = flag(

@@ -57,7 +57,7 @@ def argument_notices(config: MegatronConfig, shape: ModelShape, *, on_gpu: bool)
 def _ask_core(config: MegatronConfig, shape: ModelShape) -> None:
     try:
         result = subprocess.run(
-            [sys.executable, "-c", _ASK],
+            [sys.executable, "-P", "-c", _ASK],
             input=pickle.dumps((shape, config)),
             capture_output=True,
             timeout=_SECONDS,

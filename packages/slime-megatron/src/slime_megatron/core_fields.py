@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slime_core.errors import ConfigError
+from slime_core.importing import install_command
 
 UNKNOWN: Any = object()
 """A default that is not a plain value, such as a function."""
@@ -119,7 +120,7 @@ def _megatron(part: str) -> Path:
     for place in (spec.submodule_search_locations if spec is not None else None) or ():
         if (Path(place) / part).is_dir():
             return Path(place) / part
-    raise ConfigError(f"megatron.{part} is not installed; install megatron-core 0.16.1, with which slime was tested")
+    raise ConfigError(f"megatron.{part} is not installed; run: {install_command('megatron-core==0.16.1')}")
 
 
 def _fields(body: list[ast.stmt], config: str) -> Iterator[tuple[str, CoreField]]:

@@ -164,7 +164,9 @@ def test_a_format_whose_extra_is_missing_names_it(tmp_path, monkeypatch, suffix,
     path = tmp_path / f"p{suffix}"
     write([{"prompt": "a"}], path)
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(DataError, match=rf"needs {module}, which is not installed; install 'slime-rollout\[{extra}\]'"):
+    with pytest.raises(
+        DataError, match=rf"needs {module}, which is not installed; run: .* pip install .*'pyarrow>=19'$"
+    ):
         read_prompts(str(path))
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_convert.errors import CheckError
+from slime_convert.extras import install_hint
 from slime_convert.progress import aligned
 
 
@@ -88,7 +89,8 @@ def check_models(models: Sequence[str | Path | Mapping[str, Any]], *, megatron: 
     """
     if importlib.util.find_spec("transformers") is None:
         raise CheckError(
-            "check-model compares with transformers, which is not installed; pip install 'slime-convert[check]'"
+            "check-model compares with transformers, which is not installed; run: "
+            f"{install_hint('slime-convert', 'check')}"
         )
     from slime_convert.check.proofs import prove
     from slime_convert.check.tiny import tiny_config

@@ -125,7 +125,7 @@ def under_one_naming(left: Weights, right: Weights, origin: str | Path | None) -
             ModelShape.from_hf_config(directory)  # an error that says what is not supported in the config
         raise HfConfigError(
             f"neither {left.directory} nor {right.directory} tells the model's shape, which is needed to compare "
-            "Megatron's weights with Hugging Face's; give a Hugging Face directory with config.json as --origin-hf-dir"
+            "Megatron's weights with Hugging Face's; give a Hugging Face directory with config.json as origin_hf_dir="
         )
     if vocab_size < 1:
         return left, right

@@ -29,7 +29,7 @@ from slime_convert.files.partial import (
 )
 
 MANIFEST = ".slime-convert.json"
-"""A file in each output: what wrote it, and the names and sizes of its files, the only ones that --force replaces."""
+"""A file in each output: what wrote it, and the names and sizes of its files, the only ones that ``force`` replaces."""
 
 _log = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ def _check_existing(path: Path, force: bool) -> None:
     if _is_free(path):
         return
     if not force:
-        raise OutputError(f"output {path} exists already; choose another directory, or replace it with --force")
+        raise OutputError(f"output {path} exists already; choose another directory, or replace it with force=True")
     _own_files(path)
 
 
@@ -152,8 +152,8 @@ def _own_files(path: Path) -> list[str]:
         what = strange[0] if strange else "none of its files"
         more = f" and {len(strange) - 1} more" * (len(strange) > 1)
         raise OutputError(
-            f"output {path} is not as slime-convert wrote it (it holds {what}{more}), so --force does not replace it; "
-            "move or delete it yourself, or choose another directory"
+            f"output {path} is not as slime-convert wrote it (it holds {what}{more}), so force=True does not replace "
+            "it; move or delete it yourself, or choose another directory"
         )
     return list(listed)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_convert.errors import GgufError, UnsupportedModelError
+from slime_convert.extras import install_hint
 from slime_convert.families.layouts import deinterleave, interleave
 from slime_convert.files import file_inside, open_file
 from slime_convert.files.reading import TensorReader
@@ -278,7 +279,8 @@ def need_extra(*modules: str) -> None:
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         raise GgufError(
-            f"reading GGUF needs {', '.join(missing)}, which is not installed; pip install 'slime-convert[gguf]'"
+            f"reading GGUF needs {', '.join(missing)}, which is not installed; run: "
+            f"{install_hint('slime-convert', 'gguf')}"
         )
 
 

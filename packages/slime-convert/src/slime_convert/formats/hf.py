@@ -208,7 +208,7 @@ def write_model(
         if (largest := max(len(file.fixed[0].data) - 8 for file in files)) > _MAX_HEADER_BYTES:
             raise WeightError(
                 f"{target} would have a file with a header of {largest} bytes, which no program reads; allowed: "
-                f"{_MAX_HEADER_BYTES}; write smaller files with --max-shard-gib, or give a model of fewer weights"
+                f"{_MAX_HEADER_BYTES}; write smaller files with max_shard_bytes=, or give a model of fewer weights"
             )
         output.create(*(file.path.name for file in files))
         write_files(files, on_progress)

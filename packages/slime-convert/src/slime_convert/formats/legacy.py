@@ -199,7 +199,7 @@ class LegacyWeights(Weights):
             return concat(shards)
         raise CheckpointError(
             f"{self.directory} holds {key} in {len(shards)} shards, and nothing says how they are joined; "
-            "give a Hugging Face directory with config.json as --origin-hf-dir"
+            "give a Hugging Face directory with config.json as origin_hf_dir="
         )
 
     def _info(self, name: str) -> TensorInfo:

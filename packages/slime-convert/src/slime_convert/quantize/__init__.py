@@ -226,7 +226,7 @@ def need_whole_groups(name: str, columns: int, group_size: int) -> None:
     if columns % group_size:
         raise WeightError(
             f"{name} has {columns} columns, which groups of {group_size} do not divide; "
-            "choose another group size, or leave the weight as it is with --ignore"
+            "choose another group size, or leave the weight as it is with ignore="
         )
 
 

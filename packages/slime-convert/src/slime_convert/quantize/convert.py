@@ -251,7 +251,7 @@ def not_ignored(names: Sequence[str], rules: Sequence[str]) -> list[str]:
     """
     found = [name for name in names if not any(is_ignored(name.removesuffix(".weight"), rule) for rule in rules)]
     if not found:
-        raise QuantizationError(f"--ignore {' '.join(rules)} leaves nothing to quantize; give fewer rules")
+        raise QuantizationError(f"ignore= {' '.join(rules)} leaves nothing to quantize; give fewer rules")
     return found
 
 
@@ -262,4 +262,4 @@ def is_ignored(module: str, rule: str) -> bool:
     try:
         return re.match(rule.removeprefix("re:"), module) is not None
     except re.error as error:
-        raise QuantizationError(f"--ignore {rule} is not a regular expression ({error}); use re:.*PART.*") from error
+        raise QuantizationError(f"ignore= {rule} is not a regular expression ({error}); use re:.*PART.*") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from slime_core.flags import flag_specs
 from slime_launch.config import CONFIGS, Settings
 from slime_launch.devices import Device
 from slime_launch.errors import Problems
-from slime_launch.names import absent_models, with_paths
+from slime_launch.names import absent_models, is_published, with_paths
 from slime_launch.placement import layout_notes, plan_layout
 from slime_launch.plan.cost import PhaseTime, Sizes, run_seconds
 from slime_launch.plan.engines import (
@@ -25,7 +25,8 @@ from slime_launch.plan.estimate import Estimate
 from slime_launch.plan.layout import Batch, Node, check_nodes, place
 from slime_launch.plan.memory import Phase, TrainerMemory
 from slime_launch.plan.prompt import FirstPrompt, FirstSample, first_prompt, first_row
-from slime_launch.preflight import Found, importing_hooks, look
+from slime_launch.preflight import Found, importing_hooks, look, unchecked_engines
+from slime_launch.resume import beginning
 from slime_launch.room import room_notes
 from slime_launch.validate import notices, row_limit
 from slime_megatron.checkpoint import teacher_source
@@ -90,14 +91,15 @@ def make_plan(
     """Check a command as a run would, and work out what it needs. Starts nothing.
 
     Args:
-        elsewhere: The plan is for another machine: directories are not written to, and SGLang need not be here.
+        elsewhere: The plan is for another machine: directories are not written to.
     """
     given = settings
     settings = with_paths(settings, problems, weights=False)
     absent = absent_models(given, settings)
-    found = look(settings, problems, elsewhere=elsewhere, absent=absent)
+    found = look(settings, problems, elsewhere=elsewhere, planned=True, absent=absent)
     settings, prompt, row = found.settings, None, None
-    if settings.rollout.data.prompt_paths and found.rows and Path(settings.rollout.data.hf_checkpoint).is_dir():
+    model = Path(settings.rollout.data.hf_checkpoint)
+    if settings.rollout.data.prompt_paths and found.rows and model.is_dir() and not is_published(model):
         if settings.generates:
             prompt = problems.attempt(first_prompt, settings.rollout)
         elif settings.rows is not None and found.shape is not None:
@@ -132,7 +134,9 @@ def make_plan(
         checkpoints=_checkpoints(settings, found),
         notices=[
             *(f"--{name.replace('_', '-')} is not known, and left out of this plan" for name in sorted(given.unread)),
-            *(f"the weights of {name} are not downloaded yet" for name in absent.values()),
+            *_not_here(absent),
+            *(beginning(settings, *found.run) if found.run is not None else ()),
+            *unchecked_engines(settings, elsewhere=elsewhere),
             *notices(settings),
             *found.said,
             *parts.notices,
@@ -141,6 +145,18 @@ def make_plan(
         ],
         problems=problems.lines,
     )
+
+
+def _not_here(absent: Mapping[str, str]) -> Iterator[str]:
+    """What was not looked at of the models that are not here."""
+    for path, name in absent.items():
+        if is_published(Path(path)):
+            yield (
+                f"{name} is not on this machine: the plan is made from its published config; tokenizer, prompts and "
+                "weights are not checked"
+            )
+        else:
+            yield f"the weights of {name} are not downloaded yet"
 
 
 def _model(shape: ModelShape) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class PlanConfig(Config, needs=()):
     device: str | None = flag(
         None,
         help="plan for this device instead of this machine, such as h100, h200, a100 or cpu; what only the machine "
-        "itself can show (directories that can be written, free ports, an installed SGLang) is then not checked",
+        "itself can show (directories that can be written, free ports) is then not checked",
     )
     device_memory_gib: float | None = flag(
         None, unit="GiB", help="memory of a device, where it is another than usual", above=0
@@ -92,10 +92,12 @@ def plan(argv: list[str]) -> int:
     if config is None or device is None:
         return _refused(problems, words, as_json="--json" in own)
     elsewhere = config.device is not None
-    read = problems.attempt(read_train, words, on_gpu=not device.is_cpu, elsewhere=elsewhere)
+    read = problems.attempt(read_train, words, on_gpu=not device.is_cpu, planned=True)
     if read is None:
         return _say(problems.lines, as_json=config.json)
     settings, found_already = read
+    if elsewhere:  # the interpreter is on that machine
+        found_already = [line for line in found_already if not line.startswith("--sglang-python ")]
     if config.simulate:
         return _simulate(config, settings, found_already, words)
     from slime_launch.plan.build import make_plan
@@ -149,11 +151,11 @@ def _refused(own: Problems, words: list[str], *, as_json: bool) -> int:
     """An unknown device gives no plan; what is wrong with the rest of the command is reported too."""
     from slime_launch.preflight import look
 
-    given = own.attempt(read_train, words, elsewhere=True)
+    given = own.attempt(read_train, words, planned=True)
     problems = Problems([*own.lines, *(given[1] if given else ())], given[0].unread if given else ())
     if given:
         settings = with_paths(given[0], problems, weights=False)
-        look(settings, problems, elsewhere=True, absent=absent_models(given[0], settings))
+        look(settings, problems, elsewhere=True, planned=True, absent=absent_models(given[0], settings))
     return _say(problems.lines, as_json=as_json)
 
 

@@ -177,7 +177,7 @@ def _stored_weights(path: str, shape: ModelShape, width: int) -> int:
         as_it_is = read_format(Path(path)) is not None
     except ConvertError:  # in a way that SGLang may know
         as_it_is = True
-    return stored_bytes(Path(path)) if as_it_is else num_parameters(shape) * width
+    return (stored_bytes(Path(path)) if as_it_is else 0) or num_parameters(shape) * (1 if as_it_is else width)
 
 
 @functools.cache

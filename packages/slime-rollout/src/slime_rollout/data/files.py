@@ -21,6 +21,7 @@ from typing import IO, Any
 import orjson
 
 from slime_core.errors import DataError
+from slime_core.importing import install_hint
 from slime_rollout.data.json_array import BOM, array_items, is_array
 
 _SLICE = re.compile(r"(?P<path>.+)@\[(?P<start>|-?\d+):(?P<stop>|-?\d+)\]")
@@ -234,7 +235,9 @@ def _needed(module: str, extra: str, file: Path) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise DataError(f"{file} needs {module}, which is not installed; install 'slime-rollout[{extra}]'") from None
+        raise DataError(
+            f"{file} needs {module}, which is not installed; run: {install_hint('slime-rollout', extra)}"
+        ) from None
 
 
 def _size(file: Path) -> int:

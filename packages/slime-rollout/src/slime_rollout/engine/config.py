@@ -136,7 +136,7 @@ class EngineConfig(WeightSyncConfig, needs=GENERATES):
     sglang_python: str | None = setting(
         None,
         help="Python interpreter that SGLang runs in, path or command; if unset the first that has SGLang: the running "
-        "one, .venv-engine here or above, python3 in PATH",
+        "one, .venv-engine next to its environment, python3 in PATH",
         needs=(GENERATES, unless("rollout_external_engine_addrs")),
         harmless=True,
     )

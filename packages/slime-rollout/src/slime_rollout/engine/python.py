@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -28,7 +29,7 @@ def find_python(given: str | None) -> str:
         ConfigError: The given one does not exist.
     """
     if given is None:
-        return _first_with_sglang(sys.executable, os.environ.get("PYTHONPATH"), Path.cwd())
+        return _first_with_sglang(sys.executable, os.environ.get("PYTHONPATH"), Path(sys.prefix))
     found = shutil.which(given)
     if found is None:
         problem = "is not an executable file" if os.sep in given else "is not a command in PATH"
@@ -37,16 +38,44 @@ def find_python(given: str | None) -> str:
 
 
 @functools.cache
-def _first_with_sglang(running: str, _path: str | None, directory: Path) -> str:
+def _first_with_sglang(running: str, _path: str | None, prefix: Path) -> str:
     """Looks into each only once: that takes a tenth of a second."""
-    beside = [str(above / ENGINE_ENVIRONMENT / "bin" / "python") for above in (directory, *directory.parents)]
-    candidates = [
-        running,
-        *(path for path in beside if Path(path).is_file()),
-        *map(shutil.which, ("python3", "python")),
-    ]
+    candidates = [running, _beside(prefix), *map(shutil.which, ("python3", "python"))]
     different = dict.fromkeys(candidate for candidate in candidates if candidate is not None)
     return next((python for python in different if importable_in(python, "sglang")), running)
+
+
+def _beside(prefix: Path) -> str | None:
+    """The interpreter of the engines' environment next to the one in ``prefix``; ``None`` without one to be trusted."""
+    environment = prefix.parent / ENGINE_ENVIRONMENT
+    python = environment / "bin" / "python"
+    if not python.is_file():
+        return None
+    if problem := _not_ours(environment, prefix):
+        logger.warning("%s: it is not used; give --sglang-python %s if you trust it", problem, python)
+        return None
+    return str(python)
+
+
+def _not_ours(environment: Path, prefix: Path) -> str | None:
+    """Why another user decides what an environment runs; ``None`` if only those can who decide what runs already."""
+    trusted = {0, os.geteuid(), prefix.stat().st_uid, Path(sys.base_prefix).stat().st_uid}
+    parts = [environment, environment / "bin", environment / "bin" / "python"]
+    for part in dict.fromkeys([*parts, *(part.resolve() for part in parts)]):
+        found = part.lstat()
+        if found.st_uid not in trusted:
+            return f"{part} is owned by another user (uid {found.st_uid})"
+        if found.st_mode & stat.S_IWOTH and not part.is_symlink():
+            return f"{part} can be written by every user"
+    return None
+
+
+def has_sglang(given: str | None) -> bool:
+    """Whether the interpreter of `find_python` is there and has SGLang."""
+    try:
+        return importable_in(find_python(given), "sglang")
+    except ConfigError:
+        return False
 
 
 def importable_in(python: str, package: str) -> bool:
@@ -66,10 +95,10 @@ def importable_in(python: str, package: str) -> bool:
 def run_python(
     python: str, code: str, environment: Mapping[str, str] | None, timeout: float
 ) -> subprocess.CompletedProcess[str]:
-    """What some code prints in an interpreter, within a time limit in seconds."""
+    """What some code prints in an interpreter, within a time limit in seconds; no module of the working folder runs."""
     return subprocess.run(
         [python, "-c", code],
-        env=environment,
+        env={**(os.environ if environment is None else environment), "PYTHONSAFEPATH": "1"},
         capture_output=True,
         text=True,
         errors="replace",

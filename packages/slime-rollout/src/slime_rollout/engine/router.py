@@ -79,7 +79,7 @@ def router_command(config: EngineConfig, *, port: int, prometheus_port: int, dis
     arguments = router_words(flags | dict(config.router_args))
     arguments += ["--pd-disaggregation"] if disaggregated else []
     if config.router_policy in POLICIES_WITHOUT_FLAG:
-        return [sys.executable, "-c", _WITH_POLICY, config.router_policy, *arguments]
+        return [sys.executable, "-P", "-c", _WITH_POLICY, config.router_policy, *arguments]
     words = module_words("sglang_router.launch_router", config.key)
     return [sys.executable, *words, *arguments, "--policy", config.router_policy]
 

@@ -1,0 +1,29 @@
+"""What to do where a package of an extra is missing, as slime-core says it."""
+
+import sys
+from importlib import metadata
+
+import pytest
+
+from slime_convert.extras import install_hint
+
+
+@pytest.mark.parametrize("extra", ["gguf", "check"])
+def test_a_hint_names_what_the_extra_adds(extra):
+    words = install_hint("slime-convert", extra).replace(sys.executable, "PYTHON")
+    assert "slime" not in words and "transformers" in words
+    assert ("gguf" in words, "megatron-core" in words) == (extra == "gguf", extra == "check")
+
+
+def test_a_checkout_that_is_not_installed_names_its_file(monkeypatch):
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", missing)
+    assert "pyproject.toml" in install_hint("slime-convert", "gguf")
+
+
+@pytest.mark.parametrize(("has_pip", "usual"), [(True, "{} -m pip install"), (False, "uv pip install --python {}")])
+def test_the_command_is_for_the_running_interpreter(has_pip, usual, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if has_pip else None)
+    assert install_hint("slime-convert", "gguf").startswith(usual.format(sys.executable))
