@@ -125,8 +125,10 @@ def test_verls_settings_become_flags():
     assert done.words == [
         "--advantage-estimator", "grpo", "--prompt-data", "/d/train.parquet", "--rollout-batch-size", "256",
         "--global-batch-size", "320", "--n-samples-per-prompt", "5", "--hf-checkpoint", "/m", "--use-kl-loss",
-        "--eval-prompt-data", "eval", "/d/a.parquet", "--num-rollout", "100", "--calculate-per-token-loss",
-        "--colocate",
+        "--eval-prompt-data", "eval", "/d/a.parquet", "--num-rollout", "100", "--eps-clip-c", "3.0",
+        "--kl-loss-coef", "0.001", "--kl-loss-type", "low_var_kl", "--calculate-per-token-loss",
+        "--rollout-max-prompt-len", "512", "--rollout-max-response-len", "512", "--rollout-shuffle",
+        "--apply-chat-template", "--colocate",
     ]  # fmt: skip
     refused = [became.note for became in done.flags if became.outcome is Outcome.REFUSED]
     assert len(refused) == 1
@@ -171,8 +173,8 @@ def test_trls_flags_become_ours():
     done = migrated(read_command(f"trl grpo {' '.join(words)}", None))
     assert done.words == [
         "--hf-checkpoint", "/m", "--lr", "1e-6", "--n-samples-per-prompt", "8", "--bf16", "--calculate-per-token-loss",
-        "--lr-decay-style", "linear", "--rollout-max-response-len", "512", "--rollout-shuffle", "--weight-decay", "0.0",
-        "--colocate",
+        "--lr-decay-style", "linear", "--rollout-max-response-len", "512", "--num-epoch", "3", "--rollout-shuffle",
+        "--weight-decay", "0.0", "--colocate",
     ]  # fmt: skip
     assert done.runs
     assert any("missing" in line for line in done.open)
@@ -360,10 +362,10 @@ def test_a_toml_file_has_the_same_words(tmp_path, capsys):
     assert main(["migrate", "--toml", str(file), "--", *words]) == 0
     assert "slime-launch train --config" in capsys.readouterr().out
     assert tomllib.loads(file.read_text()) == {
-        "lr": "1e-6", "num-rollout": 3, "colocate": True, "eval-prompt-data": ["a", "1.jsonl"],
+        "lr": 1e-6, "num-rollout": 3, "colocate": True, "eval-prompt-data": ["a", "1.jsonl"],
     }  # fmt: skip
     assert with_config(["--config", str(file)]).from_file == [
-        "--lr=1e-6", "--num-rollout=3", "--colocate", "--eval-prompt-data", "a", "1.jsonl",
+        "--lr=1e-06", "--num-rollout=3", "--colocate", "--eval-prompt-data", "a", "1.jsonl",
     ]  # fmt: skip
     assert as_toml([]) == ""
 

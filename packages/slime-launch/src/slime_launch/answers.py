@@ -37,8 +37,9 @@ class Answer:
         value: Our value in place of a switch.
         values: Our values in place of theirs; ``true`` and ``false`` give our switch or leave it out, and of several
             values one that is ``true`` gives it.
-        times: What the value is multiplied by: ``engines``, ``samples`` of a prompt, ``gpus`` of an engine, or nothing.
-        before: A word in front of the value.
+        times: What the value is multiplied by: ``engines``, ``samples`` of a prompt, ``gpus`` of an engine, the two
+            samples of ``pairs``, or nothing.
+        before: A word in front of the value; of the second and later values with their number.
         second: Our flag for the second of two values.
         off: The value that turns it off, as ours is without the flag.
         instead: What to give in place of values of theirs that ``values`` has not.
@@ -99,6 +100,12 @@ def foreign_answer(name: str, known: Collection[str]) -> Answer | None:
     if answer is not None and answer.to and answer.to not in known:
         return upstream_answer(answer.to, known) or Answer(outcome=Outcome.NOT_BUILT, why=f"{answer.to} is not built")
     return answer
+
+
+def data_answer(name: str) -> Answer | None:
+    """What becomes of a flag of a program that trains on a data set, where it means something else there."""
+    row = table()["on-data"].get(name.removeprefix("--").replace("_", "-"))
+    return None if row is None else _answer(Outcome.RENAMED, row)
 
 
 def named_here(name: str) -> str:

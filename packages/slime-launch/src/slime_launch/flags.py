@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from importlib.resources import files
 from typing import Any
 
 from slime_convert.shape import SHAPE_FLAGS
@@ -90,14 +92,29 @@ def read_train(argv: Sequence[str], *, on_gpu: bool | None = None, planned: bool
     return settings, [*problems, *contradictions]
 
 
-def _read(argv: Sequence[str], *, on_gpu: bool | None, planned: bool) -> tuple[Settings, list[str], list[str]]:
-    """Settings; what cannot be read of the command line; how values contradict each other."""
+def read_anywhere(argv: Sequence[str]) -> tuple[Settings, list[str]]:
+    """As :func:`read_train` for a machine with GPUs, without a look at what is installed here.
+
+    Raises:
+        FlagError: Nothing can be read.
+    """
+    settings, problems, contradictions = _read(argv, on_gpu=True, planned=True, sglang=tested_sglang_specs())
+    return settings, [*problems, *contradictions]
+
+
+def _read(
+    argv: Sequence[str], *, on_gpu: bool | None, planned: bool, sglang: Sequence[FlagSpec] | None = None
+) -> tuple[Settings, list[str], list[str]]:
+    """Settings; what cannot be read of the command line; how values contradict each other.
+
+    ``sglang`` are SGLang's flags; the installed one says them if ``None``.
+    """
     stray = leading_strays(argv)
     expanded = with_config(argv[len(stray) :])
     words, as_given = expanded.words, dict[str, Any]()
-    if planned and not has_sglang(sglang_python(words)):
+    if sglang is None and planned and not has_sglang(sglang_python(words)):
         words, as_given = _without_sglang(words, expanded.booleans)
-    groups, parser, refused = _command(words)
+    groups, parser, refused = _command(words, sglang)
     words = without(words, [line.split()[0] for line in refused])
     known = {spec.name: spec for group in groups for spec in group.flags}
     if not groups[-1].flags:
@@ -196,22 +213,27 @@ def _without_sglang(words: Sequence[str], booleans: Collection[str]) -> tuple[li
     }
 
 
-def command(argv: Sequence[str]) -> tuple[list[FlagGroup], argparse.ArgumentParser]:
+def command(
+    argv: Sequence[str], sglang: Sequence[FlagSpec] | None = None
+) -> tuple[list[FlagGroup], argparse.ArgumentParser]:
     """The flags and the parser for this command line.
 
-    The last groups have the flags of others, if one was typed: two of Megatron's, sglang-router's and SGLang's.
+    The last groups have the flags of others, if one was typed: two of Megatron's, sglang-router's and SGLang's, which
+    are those that are given or else those of the installed one.
 
     Raises:
         FlagError: A flag that slime sets itself was typed, or one of SGLang's, which is not installed in the
             interpreter of ``--sglang-python``, or cannot be imported there.
     """
-    groups, parser, refused = _command(argv)
+    groups, parser, refused = _command(argv, sglang)
     if refused:
         raise FlagError("\n".join(refused))
     return groups, parser
 
 
-def _command(argv: Sequence[str]) -> tuple[list[FlagGroup], argparse.ArgumentParser, list[str]]:
+def _command(
+    argv: Sequence[str], sglang: Sequence[FlagSpec] | None = None
+) -> tuple[list[FlagGroup], argparse.ArgumentParser, list[str]]:
     """As :func:`command`, with what is refused, a line each; a flag that was refused is its first word."""
     groups = train_groups()
     known = {spec.name for group in groups for spec in group.flags}
@@ -225,7 +247,8 @@ def _command(argv: Sequence[str]) -> tuple[list[FlagGroup], argparse.ArgumentPar
     specs: list[FlagSpec] = []
     if typed[PREFIX]:
         try:
-            specs = [spec for spec in sglang_specs(argv) if spec.name not in known]
+            found = sglang_specs(argv) if sglang is None else sglang
+            specs = [spec for spec in found if spec.name not in known]
         except ConfigError as error:
             refused.append(str(error))
     groups += megatron_groups(argv, known)
@@ -263,6 +286,28 @@ def sglang_specs(argv: Sequence[str]) -> list[FlagSpec]:
     """
     flags = installed_flags(find_python(sglang_python(argv)))
     return [_sglang_spec(flag) for name, flag in sorted(flags.items()) if name not in CONTROLLED]
+
+
+@functools.cache
+def tested_sglang_specs(*, typed: bool = False) -> tuple[FlagSpec, ...]:
+    """The flags of the SGLang that slime is tested with, without those that slime sets itself. None need be here.
+
+    Values are texts, as an engine is given them, unless they are to be ``typed``.
+    """
+    text = files("slime_launch").joinpath("sglang_flags.txt").read_text(encoding="utf-8")
+    types = {"switch": bool, "int": int, "float": float, "str": str}
+    rows = [line.split() for line in text.splitlines()]
+    return tuple(
+        FlagSpec(
+            name=PREFIX + name,
+            dest=sglang_dest(name),
+            type=types[kind.removesuffix("+")] if typed or kind == "switch" else str,
+            default=None,
+            help="",
+            nargs="+" if kind.endswith("+") else None,
+        )
+        for name, kind in rows
+    )
 
 
 def sglang_python(argv: Sequence[str]) -> str | None:

@@ -10,10 +10,12 @@ from typing import Any
 
 HIDDEN = "[removed]"
 NAMES = re.compile(
-    r"(^|[_-])(api_?key|wandb_key|access_key|private_key|secret(_key)?|password|passwd|token|credentials?|authorization)$",
+    r"(^|[_-])(api_?key|wandb_key|access_key|private_key|secret(_key)?|password|passwd"
+    r"|(?<!(?:eos|bos|pad|unk|per)[_-])(?<!first[_-])token|credentials?|authorization)$",
     re.IGNORECASE,
 )
-"""Names of flags, variables and JSON keys whose value is a secret. ``--input-key`` and the like are none."""
+"""Names of flags, variables and JSON keys whose value is a secret. ``--input-key``, ``--eos-token`` and the like are
+none."""
 FORMS = re.compile(
     r"hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|xox[abprs]-[\w-]{10,}"
     r"|AKIA[0-9A-Z]{16}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+|(?<=[Bb]earer )\S+|(?<=://)[^/@\s]+(?=@)"

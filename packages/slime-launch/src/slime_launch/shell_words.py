@@ -1,7 +1,8 @@
 """The command that a shell script runs, found by reading the script; nothing of it is run.
 
 Assignments, arrays, ``${X}``, ``"${X[@]}"``, ``${X:-default}``, comments, line continuations and ``source`` of files
-that are there are followed. What only exists when a script runs, such as ``$(nproc)``, stays as it is written.
+near the script are followed. What only exists when a script runs, such as ``$(nproc)``, stays as it is written; a
+dollar that the script's quotes make a letter is `DOLLAR`, until :func:`plain`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ MODULES = (
     *(f"openrlhf.cli.train_{kind}" for kind in ("ppo_ray", "sft", "dpo", "rm")),
 )
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(\[[@*]\])?(?:(:?[-=])([^}]*))?\}|([A-Za-z_]\w*))")
+VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*|\d+)(\[[@*]\])?(?:(:?[-=])([^}]*))?\}|([A-Za-z_]\w*|\d))")
+POSITIONAL = re.compile(r"\$(?:[@*]|\{[@*][^}]*\})")
+"""What the script is called with."""
+DOLLAR, BACKTICK = "\ue024", "\ue060"
+"""A dollar and a backtick that stand for themselves, which no shell may expand."""
+LITERAL = str.maketrans({"$": DOLLAR, "`": BACKTICK})
 SUBSTITUTION = re.compile(r"\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`")
 SEQUENCE = re.compile(r"\$\(seq((?: -?\d+){1,3})\)")
 BREAKS = {";", "&&", "||", "|", "&", "(", ")", "{", "}", "then", "do", "else", "fi", "done"}
@@ -31,7 +37,7 @@ BREAKS = {";", "&&", "||", "|", "&", "(", ")", "{", "}", "then", "do", "else", "
 class _Reader:
     """What a script has assigned so far, the words of each command line, and the arrays that nothing assigned."""
 
-    directory: Path
+    directory: Path | None
     values: dict[str, list[str]] = field(default_factory=dict)
     commands: list[list[str]] = field(default_factory=list)
     unset: list[str] = field(default_factory=list)
@@ -61,7 +67,10 @@ class _Reader:
         self.commands.append([part for word in words for part in self.expanded(word)])
 
     def _source(self, path: str) -> None:
-        for place in (Path(path), self.directory / path, self.directory / "models" / Path(path).name):
+        if self.directory is None:
+            return
+        above = (self.directory, *self.directory.parents[:2])  # scripts are run from the root of their repository
+        for place in (*(folder / path for folder in above), self.directory / "models" / Path(path).name):
             if place.is_file():
                 self.read(place.read_text(encoding="utf-8"))
                 return
@@ -87,11 +96,12 @@ class _Reader:
         for match in re.finditer(r"'([^']*)'|\"((?:[^\"\\]|\\.)*)\"|\\(.)|([^'\"\\]+)", word, re.DOTALL):
             single, double, escaped, plain = match.groups()
             if single is not None:
-                yield single
+                yield single.translate(LITERAL)
             elif escaped is not None:
-                yield escaped
+                yield escaped.translate(LITERAL)
             elif double is not None:
-                yield VARIABLE.sub(self._filled, re.sub(r"\\([\"\\$`])", r"\1", double))
+                text = re.sub(r"\\([\"\\$`])", lambda found: found[1].translate(LITERAL), double)
+                yield VARIABLE.sub(self._filled, text)
             else:
                 yield VARIABLE.sub(self._filled, plain)
 
@@ -123,12 +133,12 @@ class TrainCommand(NamedTuple):
     unset: list[str]
 
 
-def read_command(text: str, directory: Path) -> TrainCommand:
+def read_command(text: str, directory: Path | None) -> TrainCommand:
     """The training command of a script or of a single command line; the last one, if there are several.
 
     Args:
         text: The script, or the words of one command.
-        directory: Where ``source`` looks for files.
+        directory: The script's, near which ``source`` looks for files; without one nothing is read.
 
     Raises:
         ConfigError: No such command is in it.
@@ -158,15 +168,24 @@ def _entry(words: list[str]) -> tuple[str, list[str]] | None:
 
 
 def _logical_lines(text: str) -> Iterator[str]:
-    """Lines with their continuations, arrays and open quotes joined; comments and here-documents left out."""
-    held, open_array, until = "", False, ""
+    """Lines with their continuations, arrays and open quotes joined, without comments; of here-documents only those that `read` names."""
+    held, open_array, until, name = "", False, "", ""
+    document: list[str] = []
     for raw in text.splitlines():
         if until:
-            until = "" if raw.strip() == until else until
+            if raw.strip() != until:
+                document.append(raw.removesuffix("\\"))
+                continue
+            if name:
+                escaped = re.sub(r'(["`])', r"\\\1", " ".join(document))
+                yield f'{name}="{escaped}"'
+            until, document = "", []
             continue
         line = _without_comment(raw, held)
         if match := re.search(r"<<-?\s*['\"]?(\w+)['\"]?", line):
             until, line = match[1], line[: match.start()]
+            read = re.fullmatch(r"\s*read\b.*?(\w+)\s*", line)  # `read -r -d '' NAME <<EOF`
+            name = read[1] if read else ""
         if line.rstrip().endswith("\\") and _is_closed(held + line):
             held += line.rstrip()[:-1] + " "
             continue
@@ -260,6 +279,28 @@ def _sequence(numbers: list[int]) -> list[str]:
     first = numbers[0] if len(numbers) > 1 else 1
     step = numbers[1] if len(numbers) > 2 else 1
     return [str(number) for number in range(first, numbers[-1] + (1 if step > 0 else -1), step or 1)]
+
+
+def plain(text: str) -> str:
+    """A word as it is meant, with dollars for `DOLLAR`."""
+    return text.translate({ord(DOLLAR): "$", ord(BACKTICK): "`"})
+
+
+def as_shell(word: str) -> str:
+    """A word as a shell takes it; variables and substitutions in it stay what they are."""
+    forms = [match for form in (SUBSTITUTION, VARIABLE) for match in form.finditer(word)]
+    if not forms:
+        return shlex.quote(plain(word))
+    parts, end = [], 0
+    for match in sorted(forms, key=lambda match: match.start()):
+        if match.start() >= end:
+            parts += [_in_double_quotes(word[end : match.start()]), match[0]]
+            end = match.end()
+    return f'"{"".join(parts)}{_in_double_quotes(word[end:])}"'
+
+
+def _in_double_quotes(text: str) -> str:
+    return re.sub(r'(["\\$`])', r"\\\1", plain(text))
 
 
 def unresolved(words: list[str]) -> list[str]:

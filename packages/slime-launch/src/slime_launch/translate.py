@@ -14,6 +14,8 @@ from slime_rollout.config import BUILT_IN_ROLLOUTS
 
 SETTING = re.compile(r"\+{0,2}[a-z_]+(\.[a-z_0-9]+)+=.*", re.DOTALL)
 """A word of verl's: ``actor_rollout_ref.actor.optim.lr=1e-6``."""
+OFF = ("false", "none", "null")
+"""Values with which a setting is as if it were not given."""
 THEIRS = ("slime.", "slime_plugins.")
 """Packages of upstream's functions."""
 KNOWS_THEIRS = ("--rollout-function-path", "--eval-function-path")
@@ -87,6 +89,7 @@ class Context:
         rows: Those of other launchers that are not false, as typed, by their names in the table.
         hf_checkpoint: The model of the command, if it names one.
         foreign: Whether flags of OpenRLHF, TRL and verl are taken, too.
+        on_data: Whether they are of a program that trains on the rows of a data set.
     """
 
     known: Mapping[str, FlagSpec]
@@ -96,6 +99,7 @@ class Context:
     rows: Mapping[str, str]
     hf_checkpoint: str | None
     foreign: bool
+    on_data: bool = False
 
 
 def context(given: Sequence[Item], known: Mapping[str, FlagSpec], *, foreign: bool) -> Context:
@@ -109,10 +113,10 @@ def context(given: Sequence[Item], known: Mapping[str, FlagSpec], *, foreign: bo
     train = number("--actor-num-nodes", 1) * number("--actor-num-gpus-per-node", 1)
     gpus = number("--rollout-num-gpus-per-engine", 1)
     engines = number("--rollout-num-gpus", train) // gpus
-    numbers = {"engines": max(1, engines), "samples": number("--n-samples-per-prompt", 1), "gpus": gpus}
+    numbers = {"engines": max(1, engines), "samples": number("--n-samples-per-prompt", 1), "gpus": gpus, "pairs": 2}
     names = frozenset(item.name for item in given)
     ours = frozenset(ours_of(name, known) for name in names)
-    rows = {row_of(item.name): item.name for item in given if not (item.values and item.values[0].lower() == "false")}
+    rows = {row_of(item.name): item.name for item in given if not (item.values and item.values[0].lower() in OFF)}
     return Context(known, numbers, names, ours, rows, last.get("--hf-checkpoint"), foreign)
 
 
@@ -183,7 +187,7 @@ def become(item: Item, around: Context) -> Became:
         problem = _not_without_effect(item, answer, around)
         return Became(item, Outcome.REFUSED, (), problem) if problem else Became(item, answer.outcome, (), answer.why)
     if answer.outcome is Outcome.RENAMED:
-        return _renamed(item, answer, around)
+        return renamed(item, answer, around)
     return Became(item, answer.outcome, tuple(item.words) if answer is SAME else (), answer.why)
 
 
@@ -207,7 +211,8 @@ def _not_without_effect(item: Item, answer: Answer, around: Context) -> str | No
     return None
 
 
-def _renamed(item: Item, answer: Answer, around: Context) -> Became:
+def renamed(item: Item, answer: Answer, around: Context) -> Became:
+    """What became of a flag that has another name here."""
     values, to = list(item.values), answer.to
     for flag in around.ours.intersection(answer.beside):
         if not (to := answer.beside[flag]):
@@ -237,7 +242,8 @@ def _renamed(item: Item, answer: Answer, around: Context) -> Became:
         return Became(item, Outcome.RENAMED, (to, values[0], answer.second, values[1]))
     values = [part for value in values for part in _listed(value)]
     if answer.before:
-        values = [part for value in values for part in (answer.before, value)]
+        names = [f"{answer.before}{place or ''}" for place in (0, *range(2, len(values) + 1))]
+        values = [part for pair in zip(names, values, strict=False) for part in pair]
     return Became(item, Outcome.RENAMED, (*([answer.also] if answer.also else []), to, *values))
 
 
