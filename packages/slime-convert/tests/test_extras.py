@@ -23,7 +23,10 @@ def test_a_checkout_that_is_not_installed_names_its_file(monkeypatch):
     assert "pyproject.toml" in install_hint("slime-convert", "gguf")
 
 
-@pytest.mark.parametrize(("has_pip", "usual"), [(True, "{} -m pip install"), (False, "uv pip install --python {}")])
-def test_the_command_is_for_the_running_interpreter(has_pip, usual, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if has_pip else None)
-    assert install_hint("slime-convert", "gguf").startswith(usual.format(sys.executable))
+@pytest.mark.parametrize(("pip", "usual"), [(None, "uv pip install --python {}"), ("pip", "{} -m pip install")])
+def test_the_command_is_for_the_running_interpreter(pip, usual, monkeypatch, tmp_path):
+    if pip is not None:
+        (tmp_path / pip).touch()
+    python = str(tmp_path / "python")
+    monkeypatch.setattr(sys, "executable", python)
+    assert install_hint("slime-convert", "gguf").startswith(usual.format(python))

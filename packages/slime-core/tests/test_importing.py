@@ -1,4 +1,5 @@
 import gc
+import subprocess
 import sys
 from importlib import metadata
 
@@ -54,13 +55,16 @@ def test_a_hint_for_a_package_that_is_not_installed_names_its_file(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("has_pip", [True, False])
-def test_packages_are_installed_where_they_are_missing_with_what_is_there(has_pip, monkeypatch, tmp_path):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if has_pip else None)
-    usual = f"{sys.executable} -m pip install" if has_pip else f"uv pip install --python {sys.executable}"
-    assert install_command("a<2") == f"{usual} 'a<2'"
-    if has_pip:
-        (tmp_path / "pip").touch()
+@pytest.mark.parametrize(("pip", "usual"), [(None, "uv pip install --python {}"), ("pip", "{} -m pip install")])
+def test_packages_are_installed_where_they_are_missing_with_what_is_there(pip, usual, monkeypatch, tmp_path):
+    if pip is not None:
+        (tmp_path / pip).touch()
     python = str(tmp_path / "python")
-    other = f"{python} -m pip install" if has_pip else f"uv pip install --python {python}"
-    assert install_command("b", python=python) == f"{other} b"
+    assert install_command("a<2", python=python) == f"{usual.format(python)} 'a<2'"
+
+
+def test_a_hint_leaves_setuptools_distutils_as_it_is():
+    pytest.importorskip("setuptools")
+    code = "import slime_core.importing as i; i.install_command('a'); import setuptools, distutils.core as d"
+    check = "assert '_distutils' in d.__file__, d.__file__"
+    subprocess.run([sys.executable, "-c", f"{code}; {check}"], check=True, timeout=60)

@@ -9,7 +9,7 @@ import pytest
 
 from slime_launch.answers import Outcome
 from slime_launch.cli import main
-from slime_launch.flags import tested_sglang_specs, train_groups
+from slime_launch.flags import known_sglang_specs, train_groups
 from slime_launch.migrate import as_command, as_toml, migrated
 from slime_launch.redact import is_secret
 from slime_launch.shell_words import TrainCommand, read_command
@@ -18,8 +18,8 @@ from slime_rollout.engine.sglang_flags import CONTROLLED
 
 
 def test_the_kinds_of_sglangs_flags_are_known_without_one():
-    texts = {spec.name: spec for spec in tested_sglang_specs()}
-    typed = {spec.name: spec.type for spec in tested_sglang_specs(typed=True)}
+    texts = {spec.name: spec for spec in known_sglang_specs()}
+    typed = {spec.name: spec.type for spec in known_sglang_specs(typed=True)}
     assert len(texts) > 500 and texts["--sglang-mem-fraction-static"].type is str
     assert typed["--sglang-mem-fraction-static"] is float and typed["--sglang-enable-metrics"] is bool
     assert not {name.removeprefix("--sglang-") for name in texts} & CONTROLLED.keys()

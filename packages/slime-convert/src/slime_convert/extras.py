@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
 import sys
 from importlib import metadata
+from pathlib import Path
 
 
 def install_hint(distribution: str, extra: str) -> str:
@@ -27,6 +27,7 @@ def install_hint(distribution: str, extra: str) -> str:
 
 def install_command(*requirements: str) -> str:
     """The command that installs packages in the running interpreter, which need not have pip."""
-    pip = [sys.executable, "-m", "pip", "install"]
-    uv = ["uv", "pip", "install", "--python", sys.executable]
-    return shlex.join([*(pip if importlib.util.find_spec("pip") else uv), *requirements])
+    # Asking the import system for pip would switch setuptools' own distutils off in this process.
+    has_pip = any(Path(sys.executable).with_name(name).exists() for name in ("pip", "pip3"))
+    pip, uv = [sys.executable, "-m", "pip", "install"], ["uv", "pip", "install", "--python", sys.executable]
+    return shlex.join([*(pip if has_pip else uv), *requirements])

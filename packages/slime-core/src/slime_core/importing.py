@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.util
 import re
 import shlex
 import sys
@@ -62,7 +61,7 @@ def install_hint(distribution: str, extra: str) -> str:
 
 def install_command(*requirements: str, python: str = sys.executable) -> str:
     """The command that installs packages in an interpreter, by default the running one, which need not have pip."""
-    pip = [python, "-m", "pip", "install"]
-    uv = ["uv", "pip", "install", "--python", python]
-    has_pip = importlib.util.find_spec("pip") if python == sys.executable else Path(python).with_name("pip").exists()
+    # Asking the import system for pip would switch setuptools' own distutils off in this process.
+    has_pip = any(Path(python).with_name(name).exists() for name in ("pip", "pip3"))
+    pip, uv = [python, "-m", "pip", "install"], ["uv", "pip", "install", "--python", python]
     return shlex.join([*(pip if has_pip else uv), *requirements])

@@ -98,7 +98,7 @@ def read_anywhere(argv: Sequence[str]) -> tuple[Settings, list[str]]:
     Raises:
         FlagError: Nothing can be read.
     """
-    settings, problems, contradictions = _read(argv, on_gpu=True, planned=True, sglang=tested_sglang_specs())
+    settings, problems, contradictions = _read(argv, on_gpu=True, planned=True, sglang=known_sglang_specs())
     return settings, [*problems, *contradictions]
 
 
@@ -289,7 +289,7 @@ def sglang_specs(argv: Sequence[str]) -> list[FlagSpec]:
 
 
 @functools.cache
-def tested_sglang_specs(*, typed: bool = False) -> tuple[FlagSpec, ...]:
+def known_sglang_specs(*, typed: bool = False) -> tuple[FlagSpec, ...]:
     """The flags of the SGLang that slime is tested with, without those that slime sets itself. None need be here.
 
     Values are texts, as an engine is given them, unless they are to be ``typed``.

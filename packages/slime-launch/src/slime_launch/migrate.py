@@ -17,7 +17,7 @@ from slime_core.errors import ConfigError
 from slime_core.flags import FlagSpec
 from slime_launch.answers import OTHERS, Outcome, data_answer, foreign_answer, named_here, table
 from slime_launch.errors import FlagError, Problems
-from slime_launch.flags import PREFIX, command, read_anywhere, tested_sglang_specs, train_groups
+from slime_launch.flags import PREFIX, command, known_sglang_specs, read_anywhere, train_groups
 from slime_launch.names import HUB_NAME
 from slime_launch.parser import OneLineParser, parse, suggestions
 from slime_launch.redact import HIDDEN, is_secret
@@ -150,7 +150,7 @@ def migrated(theirs: TrainCommand) -> Migrated:
 
 def _known(names: Sequence[str]) -> dict[str, FlagSpec]:
     """Our flags by name, with SGLang's and Megatron's where one is named."""
-    groups, _ = command(names, tested_sglang_specs())
+    groups, _ = command(names, known_sglang_specs())
     return {spec.name: spec for group in groups for spec in group.flags}
 
 
@@ -338,7 +338,7 @@ def as_command(done: Migrated) -> str:
 
 def as_toml(words: Sequence[str]) -> str:
     """Words of ours as a file for ``--config``; what only a shell knows is named at the end of its line."""
-    groups, _ = command([item.name for item in items(words)], tested_sglang_specs(typed=True))
+    groups, _ = command([item.name for item in items(words)], known_sglang_specs(typed=True))
     known = {spec.name: spec for group in groups for spec in group.flags}
     values: dict[str, list[str]] = {}
     for item in items(words):

@@ -168,7 +168,7 @@ def _entry(words: list[str]) -> tuple[str, list[str]] | None:
 
 
 def _logical_lines(text: str) -> Iterator[str]:
-    """Lines with their continuations, arrays and open quotes joined, without comments; of here-documents only those that `read` names."""
+    """Lines with their continuations, arrays and open quotes joined; of here-documents only what `read` names."""
     held, open_array, until, name = "", False, "", ""
     document: list[str] = []
     for raw in text.splitlines():
