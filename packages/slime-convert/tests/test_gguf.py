@@ -294,7 +294,7 @@ def test_what_a_type_has_no_room_for_is_told(model, tmp_path, value, dtype):
     tensors = {name: tensor.clone() for name, tensor in tensors_of(model).items()}
     tensors["blk.1.ffn_down.weight"][0, 0] = value
     write_gguf(tmp_path / "large.gguf", model.config, tensors)
-    told = r"layers\.1\.mlp\.down_proj\.weight of .*large\.gguf holds .* has no room for; .* --dtype float32"
+    told = r"layers\.1\.mlp\.down_proj\.weight of .*large\.gguf holds .* has no room for; .* dtype= float32"
     with pytest.raises(GgufError, match=told):
         gguf_to_hf(tmp_path / "large.gguf", tmp_path / "hf", dtype=dtype)
     assert [path.name for path in tmp_path.iterdir()] == ["large.gguf"]

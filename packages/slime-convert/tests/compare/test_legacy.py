@@ -134,7 +134,7 @@ def test_experts_of_several_ranks_are_joined(origin_of, tmp_path, grouped):
 def test_without_a_shape_shards_are_not_joined(origin_of, tmp_path):
     origin = origin_of("qwen3-moe")
     legacy = write_ranks(tmp_path / "legacy", origin, grouped=True, recorded=False)
-    with pytest.raises(CheckpointError, match=r"in 2 shards, and nothing says how they are joined; .*--origin-hf-dir"):
+    with pytest.raises(CheckpointError, match=r"in 2 shards, and nothing says how they are joined; .*origin_hf_dir="):
         verify(legacy, legacy)
     assert verify(legacy, legacy, origin_hf_dir=origin).equal
     assert (

@@ -232,7 +232,7 @@ class TestMegatron:
         bare = tmp_path / "bare"
         shutil.copytree(one_origin, bare)
         (bare / "config.json").unlink()
-        with pytest.raises(HfConfigError, match=r"neither .* tells the model's shape.*--origin-hf-dir"):
+        with pytest.raises(HfConfigError, match=r"neither .* tells the model's shape.*origin_hf_dir="):
             verify(left, bare)
         (bare / "config.json").write_text('{"model_type": "mamba"}')
         with pytest.raises(UnsupportedModelError, match=r"model_type 'mamba'"):
@@ -272,7 +272,7 @@ def test_arguments_that_fit_several_families_tell_no_names(one_origin, td, tmp_p
     assert verify(stock, stock).naming == "huggingface" and verify(bare, stock).equal
     monkeypatch.setitem(FAMILIES, "llama", other)
     assert (verify(stock, stock).naming, verify(stock, stock).num_equal) == ("megatron", 27)
-    with pytest.raises(HfConfigError, match="--origin-hf-dir"):
+    with pytest.raises(HfConfigError, match="origin_hf_dir="):
         verify(bare, stock)
     assert verify(td, td).naming == "huggingface" and verify(bare, td).equal
 
