@@ -197,13 +197,20 @@ def test_the_kept_tokens_are_those_of_the_settings_and_log_probs_are_over_them(m
     assert unlike <= places * 0.002  # a probability at the very edge may be rounded to either side
 
 
-def test_a_samples_tokens_depend_on_its_seed_alone(manager):
+def log_probs_of(samples):
+    return {sample.index: sample.rollout_log_probs for sample in samples}
+
+
+def test_a_samples_tokens_and_log_probs_depend_on_its_seed_alone(manager):
     together = manager().generate(0).samples
-    one_at_a_time = manager(rollout_concurrency=1).generate(0).samples
-    assert tokens_of(one_at_a_time) == tokens_of(together)
     small = manager(rollout_batch_size=2)
-    in_parts = [sample for number in range(4) for sample in small.generate(number).samples]
-    assert tokens_of(in_parts) == tokens_of(together)
+    for otherwise in (
+        manager(rollout_concurrency=1).generate(0).samples,
+        manager(rollout_concurrency=5).generate(0).samples,
+        [sample for number in range(4) for sample in small.generate(number).samples],
+    ):
+        assert tokens_of(otherwise) == tokens_of(together)
+        assert log_probs_of(otherwise) == log_probs_of(together)
     other = manager(run_seed=2).generate(0).samples
     assert sum(tokens_of(other)[index] == tokens for index, tokens in tokens_of(together).items()) < 8
 
@@ -237,6 +244,7 @@ def test_greedy_neighbours_do_not_change_a_samples_tokens(manager, request):
     among = manager().generate(0).samples
     assert served
     assert tokens_of(among) == tokens_of(alone)
+    assert log_probs_of(among) == log_probs_of(alone)
 
 
 def test_greedy_evaluation_repeats_and_does_not_sample(manager, write_rows):

@@ -1,5 +1,6 @@
 """Batched attention against one sequence at a time in float64. H: heads, N: KV heads, D: head size."""
 
+import itertools
 import sys
 from types import SimpleNamespace
 
@@ -98,6 +99,36 @@ def test_a_sequence_does_not_depend_on_its_neighbours(attention, dtype, threads)
     together = torch.split(cache.run(attention), cache.query_lens)
     for i in range(len(lengths)):
         assert cache.run(attention, only=i).equal(together[i])
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 16, 16), (9, 3, 64, 64), (4, 1, 48, 32)], ids=str)
+def test_a_token_does_not_depend_on_which_tokens_are_computed_with_it(attention, shape, threads):
+    """Read whole, in parts, or decoded: lengths on both sides of where the kernel adds keys in another order."""
+    torch.manual_seed(0)
+    heads, kv_heads, width, value_width = shape
+    length = 530
+    keys, values = torch.randn(length, kv_heads, width), torch.randn(length, kv_heads, value_width)
+    table, queries = torch.randperm(length)[None], torch.randn(length, heads, width)
+
+    def computed(*parts):
+        query = torch.cat([queries[start:end] for start, end in parts])
+        out = query.new_full((len(query), heads, value_width), float("nan"))
+        lens = [end for _, end in parts], [end - start for start, end in parts]
+        attention.attention(
+            query, out, keys, values, table.expand(len(parts), -1), torch.arange(len(parts)), *lens, 0.1
+        )
+        return torch.split(out, lens[1])
+
+    (whole,) = computed((0, length))
+    cuts = [0, 1, 60, 150, 200, 264, 300, 301, 400, length]
+    parts = [
+        *itertools.pairwise(cuts),
+        *((end - 1, end) for end in range(1, length, 13)),
+        (0, 200),
+        (130, 310),
+    ]
+    for (start, end), part in zip(parts, computed(*parts), strict=True):
+        assert part.equal(whole[start:end]), (start, end)
 
 
 class Pass:

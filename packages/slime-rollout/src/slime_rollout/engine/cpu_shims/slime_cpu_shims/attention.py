@@ -4,14 +4,14 @@ SGLang calls one scaled-dot-product attention per sequence and layer; with 128 s
 of a decode step. Here sequences of like length share one call. Query heads of one KV head become extra query rows
 (grouped-query attention; Ainslie et al., 2023, arXiv:2305.13245), so K and V are not repeated.
 
-A sequence's padded length depends on itself alone, never on its neighbours, and rows of a batched call don't mix: what
-a sequence gets does not depend on which others are in the batch.
+A token's padded length depends on its place alone, never on its neighbours, and rows of a batched call don't mix: what
+a token gets does not depend on which others are in the batch, nor on which of its own sequence are computed with it.
 
-B: sequences, Q: new tokens of a sequence, K: tokens in its cache, H: query heads, N: KV heads, G = H / N, D: head size,
-T: new tokens of all sequences.
+B: sequences or pieces of them, Q: new tokens of one, K: tokens that it sees in the cache, H: query heads, N: KV heads,
+G = H / N, D: head size, T: new tokens of all sequences.
 """
 
-import itertools
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import embedding, pad, scaled_dot_product_attention
@@ -42,17 +42,27 @@ def attention(query_THD, output_THD, k_cache, v_cache, req_to_token, req_pool_in
     return attend(query_THD, output_THD, k_cache, v_cache, parts, scaling)
 
 
-class Part:
-    """Sequences that share one call, and where their rows are; the same in all layers of a pass."""
+class Piece(NamedTuple):
+    """New tokens of one sequence that have the same padded number of keys."""
 
-    def __init__(self, sequences, starts, req_to_token, req_pool_indices, key_lens, query_lens, groups, dtype):
-        start = torch.tensor([starts[i] for i in sequences])[:, None]
-        query_len = torch.tensor([query_lens[i] for i in sequences])[:, None]
-        key_len = torch.tensor([key_lens[i] for i in sequences])[:, None]
-        rows = _padded(query_lens[sequences[0]], QUERY_STEP)
-        columns = min(_padded(key_lens[sequences[0]], KEY_STEP), req_to_token.shape[1])
-        # Padding repeats a sequence's last query and last key; `real` and the mask leave the copies out.
-        row_BQ = torch.arange(rows).expand(len(sequences), rows)
+    sequence: int
+    start: int
+    """The first one's row among the queries."""
+    key_len: int
+    """Keys that the last one sees."""
+    query_len: int
+
+
+class Part:
+    """Pieces that share one call, and where their rows are; the same in all layers of a pass."""
+
+    def __init__(self, pieces, req_to_token, req_pool_indices, tokens, groups, dtype):
+        sequences = [piece.sequence for piece in pieces]
+        start, key_len, query_len = torch.tensor([piece[1:] for piece in pieces]).T[:, :, None]
+        rows = _padded(pieces[0].query_len, QUERY_STEP)
+        columns = min(_padded(pieces[0].key_len, KEY_STEP), req_to_token.shape[1])
+        # Padding repeats a piece's last query and last key; `real` and the mask leave the copies out.
+        row_BQ = torch.arange(rows).expand(len(pieces), rows)
         real_BQ = row_BQ < query_len
         row_BQ = torch.minimum(row_BQ, query_len - 1)
         column_K = torch.arange(columns)
@@ -61,7 +71,7 @@ class Part:
         self.target = self.token_BQ[real_BQ]
         self.source = real_BQ.flatten().nonzero()[:, 0]
         # One new token of every sequence, as in a decode step: queries and results lie as they are needed.
-        self.is_whole = rows == 1 and len(sequences) == len(query_lens)
+        self.is_whole = rows == 1 and len(pieces) == tokens
         mask_BQK = column_K <= (key_len - query_len + row_BQ)[:, :, None]
         mask = pad(mask_BQK.repeat(1, groups, 1), (0, 0, 0, -groups * rows % ROW_STEP), value=True)[:, None]
         self.bias = torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))
@@ -69,9 +79,24 @@ class Part:
 
 def plan(req_to_token, req_pool_indices, key_lens, query_lens, groups, dtype):
     """The calls that attend to all sequences, for queries of ``dtype``; arguments as of :func:`attention`."""
-    starts = list(itertools.accumulate(query_lens, initial=0))
-    where = (starts, req_to_token, req_pool_indices, key_lens, query_lens, groups, dtype)
-    return [Part(sequences, *where) for sequences in _alike(key_lens, query_lens)]
+    pieces = list(cut(key_lens, query_lens))
+    where = (req_to_token, req_pool_indices, sum(query_lens), groups, dtype)
+    return [Part(alike, *where) for alike in _alike(pieces)]
+
+
+def cut(key_lens, query_lens):
+    """The new tokens of each sequence, where their padded number of keys changes.
+
+    So each token's depends on its place alone, not on which tokens were computed with it or came from the cache: a
+    product over 192 keys adds them up in another order than one over 256.
+    """
+    row = 0
+    for sequence, (end, new) in enumerate(zip(key_lens, query_lens, strict=True)):
+        place = end - new
+        while place < end:
+            until = min(end, (place // KEY_STEP + 1) * KEY_STEP)
+            yield Piece(sequence, row, until, until - place)
+            row, place = row + until - place, until
 
 
 def attend(query_THD, output_THD, k_cache, v_cache, parts, scaling):
@@ -110,15 +135,15 @@ def _padded(length, step):
     return 1 if length == 1 else -(-length // step) * step
 
 
-def _alike(key_lens, query_lens):
-    """Indices of sequences of equal padded lengths, in parts whose mask is not too large."""
+def _alike(pieces):
+    """Pieces of equal padded lengths, as many at a time as have a mask that is not too large."""
     order = {}
-    for i, (key_len, query_len) in enumerate(zip(key_lens, query_lens, strict=True)):
-        order.setdefault((_padded(key_len, KEY_STEP), _padded(query_len, QUERY_STEP)), []).append(i)
-    for (columns, rows), sequences in order.items():
+    for piece in pieces:
+        order.setdefault((_padded(piece.key_len, KEY_STEP), _padded(piece.query_len, QUERY_STEP)), []).append(piece)
+    for (columns, rows), alike in order.items():
         most = max(1, MASK_ENTRIES // (rows * columns))
-        for first in range(0, len(sequences), most):
-            yield sequences[first : first + most]
+        for first in range(0, len(alike), most):
+            yield alike[first : first + most]
 
 
 def decode(original, backend, *args, **kwargs):

@@ -6,7 +6,7 @@ import socket
 from sglang.srt.arg_groups import choices
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from slime_cpu_shims import attention, experts, prefill, sampling, tokenizers
+from slime_cpu_shims import attention, experts, prefill, products, sampling, tokenizers
 
 BACKEND = "torch_native"
 ATTENTION = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
@@ -26,12 +26,12 @@ def register():
 def _allow_reproducible_sampling():
     """``--enable-deterministic-inference``, which makes ``sampling_seed`` count, for the torch-native backend.
 
-    SGLang refuses it there because its batch-invariant kernels are Triton's. Without them a log-prob may still change
-    in its last bits with the size of the batch; the random numbers depend on seed and position alone.
+    SGLang refuses it there because its batch-invariant kernels are Triton's. In their place `products` pads what torch
+    computes, in fp32; the random numbers depend on seed and position alone.
     """
     choices.add_deterministic_attention_backend_choices([BACKEND])
     choices.add_radix_supported_deterministic_attention_backend_choices([BACKEND])
-    _replace("sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode", lambda self: None)
+    _replace("sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", products.enable)
     _replace("sglang.kernels.ops.sampling.murmur_hash.murmur_hash32", sampling.murmur_hash32)
     _replace("sglang.srt.layers.sampler.multinomial_with_seed", sampling.multinomial_with_seed)
     narrowed = "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch"
