@@ -1,5 +1,6 @@
 """Where two runs part: each planted cause is named, and what is equal gets said so."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -77,6 +78,66 @@ def test_a_planted_cause_is_found(tmp_path, capsys, name):
     printed = capsys.readouterr().out
     for line in lines:
         assert line in printed
+
+
+def set_losses(*losses):
+    return lambda written: written.losses.__setitem__(slice(None), losses)
+
+
+def set_log_prob_and_losses(written):
+    set_log_prob(written)
+    written.losses = [0.5000001, 0.5000002, 0.5]
+
+
+SIZES = {
+    "rounding": (
+        set_log_prob_and_losses,
+        [
+            "of the 3 rollouts that both have\n  equal: prompt, tokens, response_length, weight_versions, ",
+            ", weights\n",
+            "  rollout_log_probs: 1 of 12 samples differ, by 1.0e-07 at most\n",
+            "  train/loss: 2 of 3 optimizer steps differ, by 2.0e-07 at most\n",
+            "where they part, it is no more than rounding, which is up to 0.0001 nats in float32\n",
+        ],
+    ),
+    "a token": (
+        set_token,
+        ["  tokens: 1 of 12 samples differ\n", "where they part, it is more than rounding: tokens\n"],
+    ),
+    "a loss": (set_losses(0.5, 0.25, 0.5), ["differ, by 2.5e-01 at most", "it is more than rounding: train/loss\n"]),
+    "a loss that is not finite": (set_losses(0.5, float("nan"), 0.5), ["it is more than rounding: train/loss\n"]),
+    "weights alone": (
+        flip_bit,
+        [
+            "  weights: 1 of 9 weights differ\n",
+            "only checksums of weights differ, which do not say whether it is rounding",
+        ],
+    ),
+    "a rollout of its own numbers": (
+        lambda one: one.samples.__setitem__(
+            1, [dataclasses.replace(each, index=each.index + 40) for each in one.samples[1]]
+        ),
+        [
+            "  samples' numbers and order: 1 of 4 samples differ\n",
+            "it is more than rounding: samples' numbers and order",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_what_is_equal_and_by_how_much_the_rest_differs_is_said(tmp_path, capsys, name):
+    change, lines = SIZES[name]
+    assert diff((Written().write(tmp_path / "a"), plant(change)().write(tmp_path / "b"))) == 1
+    printed = capsys.readouterr().out
+    for line in lines:
+        assert line in printed
+
+
+def test_without_the_rollouts_it_is_not_known_whether_log_probs_differ_by_rounding(tmp_path, capsys):
+    runs = Written().write(tmp_path / "a"), plant(set_log_prob)().write(tmp_path / "b", keeps=False)
+    assert diff(runs) == 1
+    assert "it may be rounding, which is up to 0.0001 nats in float32: by how much" in capsys.readouterr().out
 
 
 def test_equal_runs_get_a_certificate(tmp_path, capsys):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -13,25 +11,21 @@ from typing import Any
 
 import numpy as np
 
-from slime_core.errors import SlimeError
 from slime_core.types import RolloutColumns
 from slime_core.types.arrays import Ragged
-from slime_launch.errors import FlagError, PreflightError
-from slime_launch.resolved import FILE_NAME as SETTINGS_FILE
-from slime_launch.step_sums import SUMS_FILE, StepSums, read_sums
-from slime_launch.tracking import Row, read_rows
-from slime_rollout.store import RolloutStore
+from slime_launch.diff_sizes import fields_of, size_lines
+from slime_launch.errors import FlagError
+from slime_launch.step_sums import StepSums, read_sums
+from slime_launch.tracking import Row
+from slime_launch.written_run import WrittenRun
 
 USAGE = """\
 usage: slime-launch diff RUN_A RUN_B
 
-Say in which rollout, sample, token, metric and weight two runs part first, and which settings differ. RUN is a run's
---output-dir. Exit codes: 0 the rollouts that both have are equal; 1 something differs; 2 one cannot be compared."""
-# In the order in which one follows from the other; all other fields come after these.
-FIELDS = (
-    *("prompt", "label", "tokens", "response_length", "kept_tokens", "routed_experts", "rollout_log_probs"),
-    *("weight_versions", "status", "reward", "remove_sample", "loss_mask", "teacher_log_probs"),
-)
+Say in which rollout, sample, token, metric and weight two runs part first, which settings differ, what is equal,
+and whether rounding explains the rest. RUN is a run's --output-dir.
+
+Exit codes: 0 the rollouts that both have are equal; 1 something differs; 2 one cannot be compared."""
 PLACES = frozenset({"output_dir", "save", "wandb_group", "wandb_run_id", "wandb_dir", "dump_details"})
 """Settings that say where a run is, not what it computes."""
 MOST_SHOWN = 8
@@ -64,43 +58,9 @@ def diff(argv: Sequence[str]) -> int:
     rollouts, parting = first_parting(first, second)
     for line in (*settings_lines(settings), *parting_lines(rollouts, parting, first, second)):
         print(line)
+    for line in size_lines(first, second) if parting else ():
+        print(line)
     return 0 if parting is None and not settings else 1
-
-
-class WrittenRun:
-    """What one run has written down."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        if not (directory / SUMS_FILE).is_file():
-            raise PreflightError(
-                f"{directory} has no {SUMS_FILE}, which a run of `slime-launch train` writes; give its --output-dir"
-            )
-        if next(read_sums(directory), None) is None:
-            raise PreflightError(
-                f"{directory} was not trained on any rollout: its {SUMS_FILE} is empty; give another run"
-            )
-        try:
-            self.resolved: dict[str, Any] = json.loads((directory / SETTINGS_FILE).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise PreflightError(f"{directory / SETTINGS_FILE} cannot be read ({error}); give another run") from error
-        self.steps: dict[int, list[Row]] = {}
-        for row in read_rows(directory):
-            if row["kind"] == "train":
-                self.steps.setdefault(row["rollout_id"], []).append(row)
-
-    def setting(self, name: str) -> Any:
-        """The value of a setting."""
-        return self.resolved["settings"].get(name, {}).get("value")
-
-    def rollout(self, rollout_id: int) -> RolloutColumns | None:
-        """A rollout, if its file is still there."""
-        for directory in filter(None, (self.setting("save"), self.directory)):
-            store = RolloutStore(Path(directory) / "rollouts")
-            with contextlib.suppress(SlimeError):
-                if store.has(rollout_id):
-                    return store.read(rollout_id)
-        return None
 
 
 def settings_that_differ(first: WrittenRun, second: WrittenRun) -> Iterator[tuple[str, Any, Any]]:
@@ -148,7 +108,7 @@ def _in_samples(one: StepSums, other: StepSums, first: WrittenRun, second: Writt
         return
     if one.index != other.index:
         yield "its samples have other numbers, or another order"
-    for name in [*FIELDS, *sorted((one.fields | other.fields) - {*FIELDS})]:
+    for name in fields_of(one, other):
         pair = one.field(name), other.field(name)
         if pair[0] is None or pair[1] is None:
             if pair[0] is not pair[1]:

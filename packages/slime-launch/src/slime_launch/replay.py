@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from slime_core.errors import DataError
 from slime_core.flags import Config, flag, flag_specs
-from slime_launch.diff import WrittenRun, differences, settings_that_differ
+from slime_launch.diff import differences, settings_that_differ
 from slime_launch.errors import FlagError, PreflightError
 from slime_launch.flags import read_train
 from slime_launch.manifest import read_manifest
@@ -20,6 +20,7 @@ from slime_launch.preflight import Checked, preflight
 from slime_launch.resume import ROLLOUT_DIR, StartWeights
 from slime_launch.step_sums import StepSums, read_sums
 from slime_launch.train import supervise
+from slime_launch.written_run import WrittenRun
 from slime_megatron.checkpoint import find_checkpoint, iteration_directory
 from slime_megatron.errors import CheckpointError
 from slime_rollout.store import RolloutStore
