@@ -101,7 +101,6 @@ def build_shards(
     samples = _prepared(columns, algorithm, reward_key, batch.rollout_id, trajectories, postprocess, needs_experts)
     _check_replayed(samples, kept=needs_kept, experts=needs_experts)
     cap = max_tokens_per_gpu if use_dynamic_batch_size else None
-    samples = _pairs(columns, samples) if pairs else samples
     trajectories, num_samples = _stepped(trajectories, global_batch_size, drop_rest)
     check_batch_sizes(
         num_samples=num_samples,
@@ -114,6 +113,7 @@ def build_shards(
         virtual_pipeline_group=virtual_pipeline_group,
         pairs=pairs,
     )
+    samples = _pairs(columns, samples) if pairs else samples
     planner = StepPlanner(
         samples=samples,
         ranks=data_parallel_size,
