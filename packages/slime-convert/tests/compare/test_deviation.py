@@ -93,11 +93,39 @@ def test_every_type_of_a_checkpoint_can_be_compared(name):
     assert deviation(left, right).num_differing == 1
 
 
+@settings(max_examples=100)
+@given(st.lists(st.tuples(*[st.integers(-(10**7), 10**7).map(lambda number: number / 1e4)] * 2), max_size=12))
+def test_the_relative_error_is_that_of_a_loop(pairs):
+    left, right = (torch.tensor([pair[side] for pair in pairs], dtype=torch.float64) for side in (0, 1))
+    error, norm = math.hypot(*(a - b for a, b in pairs)), math.hypot(*(a for a, _ in pairs))
+    expected = error / norm if norm else math.inf if error else 0.0
+    assert deviation(left, right).relative_error == pytest.approx(expected, rel=1e-9, abs=1e-150)
+
+
+@pytest.mark.parametrize(
+    ("right", "kind", "relative"),
+    [
+        (torch.tensor([1.0, 2.0], dtype=torch.bfloat16), "dtype", 0.0),
+        (torch.tensor([1.0, 2.0 + 2**-6], dtype=torch.float64).bfloat16(), "values", 2**-6 / math.sqrt(5)),
+        (torch.tensor([1.0, 2.0 + 2**-40], dtype=torch.float64), "rounding", 2**-40 / math.sqrt(5)),
+        (torch.tensor([1.0, 2.0 + 2**-20]), "values", 2**-20 / math.sqrt(5)),
+        (torch.tensor([1.0, math.nan]), "values", math.inf),
+    ],
+)
+def test_each_kind_of_difference_has_one_word(right, kind, relative):
+    """fp32 against the same values in another type, rounded to it or from it, and against others."""
+    found = deviation(torch.tensor([1.0, 2.0]), right)
+    assert (found.kind, found.relative_error) == (kind, pytest.approx(relative))
+    if math.isfinite(relative):
+        assert deviation(right, torch.tensor([1.0, 2.0])).kind == kind
+
+
 def test_slices_are_joined(monkeypatch):
     monkeypatch.setattr(compare, "_SLICE", 4)
     left, right = torch.arange(10.0), torch.arange(10.0)
     right[[0, 3, 9]] += torch.tensor([1.0, 5.0, 2.0])
     found = deviation(left.reshape(5, 2).T, right.reshape(5, 2).T)
     assert (found.num_differing, found.max_abs_diff) == (3, 5.0)
-    assert deviation(torch.zeros(0), torch.zeros(0)) == (0, 0.0)
+    assert found.relative_error == pytest.approx(math.sqrt(30 / 285))
+    assert deviation(torch.zeros(0), torch.zeros(0))[:3] == (0, 0.0, 0.0)
     assert deviation(torch.tensor(1.0), torch.tensor(3.0)).max_abs_diff == 2.0

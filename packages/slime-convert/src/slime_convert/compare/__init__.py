@@ -26,10 +26,10 @@ from slime_convert.progress import OnProgress, aligned, json_value, no_progress,
 if TYPE_CHECKING:
     from torch import Tensor
 
-Kind = Literal["shape", "missing", "extra", "dtype", "values"]
+Kind = Literal["shape", "missing", "extra", "values", "rounding", "dtype"]
 _SLICE, _SHOWN = 2**20, 20  # elements compared at a time, differences in the table
 _EXACT = 2.0**52  # differences of integers up to here are exact in float64
-_ORDER: dict[Kind, int] = {"shape": 0, "missing": 1, "extra": 2, "dtype": 3, "values": 3}
+_ORDER: dict[Kind, int] = {"shape": 0, "missing": 1, "extra": 2, "values": 3, "rounding": 4, "dtype": 5}
 _NAMINGS: dict[Naming, str] = {"huggingface": "Hugging Face", "megatron": "Megatron"}
 
 
@@ -56,11 +56,14 @@ class Difference:
 
     Attributes:
         name: The weight.
-        kind: ``missing`` (only on the left), ``extra`` (only on the right), ``shape``, ``dtype``, or ``values``.
+        kind: ``missing`` (only on the left), ``extra`` (only on the right), ``shape``, ``values``, ``rounding`` (one
+            side is the other, rounded to its type), or ``dtype`` (the same values in another type).
         left: Type and shape on the left; ``None`` of an extra weight.
         right: Likewise on the right; ``None`` of a missing weight.
         num_differing: Elements that differ; ``None`` where nothing can be compared element by element.
         max_abs_diff: Largest absolute difference, in float64; infinite if a NaN takes part.
+        relative_error: Norm of the difference over the norm of the left side (Frobenius, in float64); infinite if a NaN
+            takes part, or where the left side is all zeros.
     """
 
     name: str
@@ -69,6 +72,7 @@ class Difference:
     right: TensorInfo | None
     num_differing: int | None = None
     max_abs_diff: float | None = None
+    relative_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -139,19 +143,21 @@ def _worst_first(difference: Difference) -> tuple[int, float, str]:
     return (_ORDER[difference.kind], -(difference.max_abs_diff or 0.0), difference.name)
 
 
-_HEADER = ("weight", "outcome", "max abs diff", "elements", "left", "right")
+_HEADER = ("weight", "outcome", "max abs diff", "relative", "elements", "left", "right")
 
 
 def _row(difference: Difference) -> tuple[str, ...]:
-    sides, number, worst = (difference.left, difference.right), difference.num_differing, difference.max_abs_diff
+    sides, number = (difference.left, difference.right), difference.num_differing
     total = next((info.num_elements for info in sides if info), 0)
     shown = ("-" if info is None else f"{info.dtype} {shape_text(info.shape)}" for info in sides)
-    largest = "" if worst is None else f"{worst:.3e}"
-    return (difference.name, difference.kind, largest, "" if number is None else f"{number:,} of {total:,}", *shown)
+    errors = (difference.max_abs_diff, difference.relative_error)
+    apart = ("" if error is None else f"{error:.3e}" for error in errors)
+    return (difference.name, difference.kind, *apart, "" if number is None else f"{number:,} of {total:,}", *shown)
 
 
 def _plain(difference: Difference) -> dict[str, Any]:
-    return dataclasses.asdict(difference) | {"max_abs_diff": json_value(difference.max_abs_diff)}
+    numbers = {name: json_value(getattr(difference, name)) for name in ("max_abs_diff", "relative_error")}
+    return dataclasses.asdict(difference) | numbers
 
 
 def verify(
@@ -241,8 +247,8 @@ class _Run:
         if self.tolerance is not None and found.max_abs_diff <= self.tolerance:
             self.num_within += 1
         else:
-            kind: Kind = "values" if left.dtype == right.dtype else "dtype"
-            self.differences.append(Difference(name, kind, *infos, found.num_differing, found.max_abs_diff))
+            far = (found.num_differing, found.max_abs_diff, found.relative_error)
+            self.differences.append(Difference(name, found.kind, infos[0], infos[1], *far))
 
 
 def _expanded_alike(left: Weights, right: Weights) -> tuple[Weights, Weights]:
@@ -273,24 +279,45 @@ class Deviation(NamedTuple):
         num_differing: Elements whose bits differ; of tensors with two types, elements whose values differ.
         max_abs_diff: Largest absolute difference, taken in float64. Infinite for a NaN against other bits (with two
             types: against a number), and between unequal infinities.
+        relative_error: As of :class:`Difference`.
+        kind: What differs: ``values``, ``rounding`` or ``dtype``.
     """
 
     num_differing: int
     max_abs_diff: float
+    relative_error: float = 0.0
+    kind: Kind = "values"
 
 
 def deviation(left: Tensor, right: Tensor) -> Deviation:
     """Compare two tensors of one shape, a slice at a time; those of two types by value."""
     import torch
 
+    types = left.dtype, right.dtype
     if left.is_complex() or right.is_complex():
         left, right = torch.view_as_real(left.to(torch.complex128)), torch.view_as_real(right.to(torch.complex128))
     left, right = left.reshape(-1), right.reshape(-1)
     slices = [_deviation(*both) for both in zip(torch.split(left, _SLICE), torch.split(right, _SLICE), strict=True)]
-    return Deviation(sum(found[0] for found in slices), max((found[1] for found in slices), default=0.0))
+    number, worst = sum(found.number for found in slices), max((found.largest for found in slices), default=0.0)
+    error, norm = math.sqrt(sum(found.squares for found in slices)), math.sqrt(sum(found.of_left for found in slices))
+    relative = math.inf if not math.isfinite(worst + error + norm) or (error and not norm) else error / (norm or 1.0)
+    rounds = all(found.rounds for found in slices)
+    kind: Kind = "values" if types[0] == types[1] or not (number == 0 or rounds) else "rounding" if number else "dtype"
+    return Deviation(number, worst, relative, kind)
 
 
-def _deviation(left_N: Tensor, right_N: Tensor) -> Deviation:
+class _Slice(NamedTuple):
+    """Of a slice: elements that differ, the largest difference, the sums of squares of differences and of the left
+    side, and whether one side is the other, rounded."""
+
+    number: int
+    largest: float
+    squares: float
+    of_left: float
+    rounds: bool
+
+
+def _deviation(left_N: Tensor, right_N: Tensor) -> _Slice:
     import torch
 
     if left_N.dtype == right_N.dtype:
@@ -299,10 +326,15 @@ def _deviation(left_N: Tensor, right_N: Tensor) -> Deviation:
     else:
         left_wide_N, right_wide_N = left_N.double(), right_N.double()
         differs_N = (left_wide_N != right_wide_N) & ~(left_wide_N.isnan() & right_wide_N.isnan())
+    of_left = float(left_N.double().nan_to_num(0.0, 0.0, 0.0).square().sum())
     if not differs_N.any():
-        return Deviation(0, 0.0)
-    diff_N = _differences(left_N[differs_N], right_N[differs_N])
-    return Deviation(len(diff_N), float(diff_N.nan_to_num(nan=math.inf, posinf=math.inf).max()))
+        return _Slice(0, 0.0, 0.0, of_left, True)
+    some_left_N, some_right_N = left_N[differs_N], right_N[differs_N]
+    diff_N = _differences(some_left_N, some_right_N).nan_to_num(nan=math.inf, posinf=math.inf)
+    rounds = torch.equal(some_left_N.to(some_right_N.dtype), some_right_N) or torch.equal(
+        some_right_N.to(some_left_N.dtype), some_left_N
+    )
+    return _Slice(len(diff_N), float(diff_N.max()), float(diff_N.square().sum()), of_left, rounds)
 
 
 def _differences(left_N: Tensor, right_N: Tensor) -> Tensor:
