@@ -8,11 +8,9 @@ from slime_megatron.config import MegatronConfig
 from slime_megatron.overrides import role_config
 
 BAD = {
-    "adapters": {"lora_alpha": 8.0},
     "precision": {"bf16": True, "fp32": True},
     "a value": {"lr": -1.0},
-    "rates": {"min_lr": 1.0},
-    "a directory": {"save_interval": 3},
+    "rates": {"min_lr": 1.0, "lr_decay_style": "linear", "lr_decay_iters": 10},
 }
 
 
@@ -28,7 +26,11 @@ def test_what_is_wrong_with_the_flags_is_not_said_again_for_a_role(values):
 @pytest.mark.parametrize(
     ("flags", "overrides", "message"),
     [
-        ({"critic_lr": 1e-7, "min_lr": 1e-6}, {}, "critic: --min-lr 1e-06 is above --lr 1e-07; give at most 1e-07"),
+        (
+            {"critic_lr": 1e-7, "min_lr": 1e-6, "lr_decay_style": "linear", "lr_decay_iters": 10},
+            {},
+            "critic: --min-lr 1e-06 is above --lr 1e-07; give at most 1e-07",
+        ),
         ({}, {"critic": {"lr": -1.0}}, "overrides of the role critic: --lr -1.0 must be 0 or more"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import threading
@@ -50,6 +51,16 @@ TEMPLATE = (
 def tokenizer_dir(tmp_path_factory):
     """A byte-level BPE tokenizer with a chat template."""
     directory = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=byte_level_bpe(), eos_token="<|end|>", chat_template=TEMPLATE
+    )
+    tokenizer.save_pretrained(directory)
+    return str(directory)
+
+
+@functools.cache
+def byte_level_bpe():
+    """The tokenizer of what the scripted engine says."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -60,9 +71,12 @@ def tokenizer_dir(tmp_path_factory):
         show_progress=False,
     )
     bpe.train_from_iterator(["12 + 30 = 42", "say a number: 3"] * 5, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|end|>", chat_template=TEMPLATE)
-    tokenizer.save_pretrained(directory)
-    return str(directory)
+    return bpe
+
+
+def said(text):
+    """The tokens of a text, and an end: two or more."""
+    return (*byte_level_bpe().encode(text).ids, 0)
 
 
 @pytest.fixture(scope="session")
@@ -139,8 +153,10 @@ def write_rows(tmp_path):
     return write
 
 
-def good_reply(text="42", tokens=(5, 6), version="default", finish=None, **meta):
-    """What SGLang answers to /generate."""
+def good_reply(text=None, tokens=None, version="default", finish=None, **meta):
+    """What SGLang answers to /generate: a text with its tokens, unless others are given."""
+    tokens = tokens if tokens is not None else (5, 6) if text is None else said(text)
+    text = "42" if text is None else text
     return {
         "text": text,
         "output_ids": list(tokens),

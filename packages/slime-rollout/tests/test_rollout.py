@@ -27,12 +27,13 @@ ROWS = [{"prompt": f"say a number: {number}", "label": str(number)} for number i
 def test_a_rollout(manager, engine, reply):
     progress = []
     given = manager(on_progress=lambda done, total: progress.append((done, total)))
-    engine.answer = lambda number, body: reply(text=" 1.", tokens=(7, 8), version="3")
+    one = reply(text="1", version="3")
+    engine.answer = lambda number, body: one
     batch = given.generate(4)
     assert (batch.rollout_id, [len(group) for group in batch.groups]) == (4, [3, 3])
     assert [sample.index for sample in batch.samples] == list(range(6))
     assert [sample.reward for sample in batch.samples] == [0, 0, 0, 1, 1, 1]
-    assert all(sample.status is Status.COMPLETED and sample.response_tokens == [7, 8] for sample in batch.samples)
+    assert all(sample.status is Status.COMPLETED and sample.response_tokens == one["output_ids"] for sample in batch.samples)
     assert progress == [(done, 6) for done in range(1, 7)]
     assert batch.metrics["raw_reward"] == 0.5
     assert batch.metrics["zero_std/count"] == 2
@@ -279,7 +280,9 @@ except KeyboardInterrupt:
     assert (child.returncode, out, err) == (0, b"position 0\n", b"")
 
 
-def test_the_example_of_the_readme_runs(engine, tokenizer_dir, tmp_path, monkeypatch, capsys):
+def test_the_example_of_the_readme_runs(engine, reply, tokenizer_dir, tmp_path, monkeypatch, capsys):
+    engine.answer = lambda number, body: reply(text="42")
+
     def start(*args, **kwargs):
         real.bind(*args, **kwargs)
         return contextlib.nullcontext(types.SimpleNamespace(router_url=engine.url))
