@@ -1,0 +1,80 @@
+"""Runs of one configuration on a busy machine, on a CPU in fp32 and in step: equal to the last bit.
+
+The load is another for each run, so that requests reach the engines, and leave them, in another order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from launching import LAUNCHER, Assets, run, train_command
+
+from slime_launch.diff import first_parting
+from slime_launch.written_run import WrittenRun
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(3000)]
+
+ROLLOUTS = 2
+PAIRS = 10
+# Some of the vocabulary ends a response, so that batches shrink one by one.
+FLAGS = ("--n-samples-per-prompt", "4", "--global-batch-size", "16", "--micro-batch-size", "4", "--seed", "7")
+LENGTHS = ("--rollout-max-response-len", "24", "--rollout-stop-token-ids", *map(str, range(3, 499, 12)))
+_LOADS = itertools.count()
+BUSY = """
+import random, sys, time
+draw = random.Random(int(sys.argv[1]))
+while True:
+    end = time.monotonic() + draw.uniform(0.01, 0.5)
+    while time.monotonic() < end:
+        pass
+    time.sleep(draw.uniform(0.01, 0.5))
+"""
+
+
+@contextmanager
+def load() -> Iterator[None]:
+    """Two processes that keep a core busy at times of their own, other ones than in any run before."""
+    seed = next(_LOADS)
+    busy = [subprocess.Popen([sys.executable, "-c", BUSY, str(2 * seed + number)]) for number in range(2)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def trained(assets: Assets, work: Path, *, engines: int) -> Path:
+    """A run under a load of its own; its --output-dir."""
+    extra = ("--rollout-num-gpus", str(engines), *FLAGS, *LENGTHS)
+    command = train_command(assets, work, *extra, rollouts=ROLLOUTS, save=False, colocate=engines == 1)
+    with load():
+        run(command, work / "log.txt")
+    return work / "out"
+
+
+def differ(*directories: Path) -> str | None:
+    """Where two runs part, whatever their settings are."""
+    rollouts, parting = first_parting(*map(WrittenRun, directories))
+    return parting.words if parting else None if rollouts == ROLLOUTS else f"{rollouts} rollouts"
+
+
+def test_runs_are_equal_whatever_the_load_and_however_many_engines(qwen3: Assets, tmp_path: Path) -> None:
+    one, other = (trained(qwen3, tmp_path / name, engines=1) for name in ("one", "other"))
+    done = subprocess.run([LAUNCHER, "diff", one, other], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1].startswith(f"equal: {ROLLOUTS} rollouts to the last bit"), done.stdout
+    assert done.returncode == 0
+    assert differ(one, trained(qwen3, tmp_path / "two engines", engines=2)) is None
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engines", [1, 2])
+def test_ten_pairs_of_runs_are_equal(qwen3: Assets, tmp_path: Path, engines: int) -> None:
+    first, *others = (trained(qwen3, tmp_path / str(number), engines=engines) for number in range(PAIRS + 1))
+    assert [differ(first, other) for other in others] == [None] * PAIRS
