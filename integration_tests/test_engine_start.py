@@ -41,4 +41,4 @@ def test_an_engine_that_does_not_come_up(qwen3: Assets, tmp_path: Path, monkeypa
     assert "Traceback" not in text
     assert _marked(mark) == []
     assert not (tmp_path / "save").exists()
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"logs", "settings.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"logs", "run.lock", "settings.json"}

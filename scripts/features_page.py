@@ -31,6 +31,7 @@ from slime_launch.idle import idle_notes
 from slime_megatron import core_check
 from slime_rollout.engine import python, server
 from slime_rollout.engine.python import importable_in
+from slime_rollout.measure import Measured
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "features.md"
 MODEL = dict(PUBLISHED["qwen3-30B-A3B"].config) | {"num_hidden_layers": 8, "num_experts": 8}
@@ -135,8 +136,9 @@ def stand_ins() -> Iterator[None]:
     asks_core = patch.object(core_check, "_ask_core", lambda config, shape: None)  # takes seconds, and tested there
     asked_once = patch.object(python, "importable_in", functools.cache(importable_in))
     on_gpus = patch.object(server, "engine_device", lambda: "cuda")
+    uncounted = patch.object(preflight, "measure", lambda settings, shape: Measured())  # that needs a tokenizer
     temporary = tempfile.TemporaryDirectory(prefix="slime-features-")
-    with temporary as directory, contextlib.chdir(directory), asked_once, on_gpus, asks_core:
+    with temporary as directory, contextlib.chdir(directory), asked_once, on_gpus, asks_core, uncounted:
         write_files(Path())
         os.environ |= {"PYTHONPATH": f"{directory}/site", "XDG_CACHE_HOME": f"{directory}/cache"}
         os.environ.pop("SLIME_ENGINE_PYTHON", None)

@@ -102,7 +102,7 @@ def test_a_stray_word_is_named_by_every_command(words, message, workspace, capsy
 @pytest.mark.parametrize(
     ("name", "shown", "lines"),
     [
-        ("eval", ("--eval-prompt-data", "--hf-checkpoint", "--n-samples-per-eval-prompt", "--custom-rm-path"), 90),
+        ("eval", ("--eval-prompt-data", "--hf-checkpoint", "--n-samples-per-eval-prompt", "--custom-rm-path"), 100),
         ("sft", ("--prompt-data", "--loss-mask-type", "--lr ", "--save-interval", "--tool-key"), 120),
         ("report", ("RUN [RUN ...]", "--trace"), 30),
         ("replay", ("RUN --step N", "--step"), 20),

@@ -100,7 +100,6 @@ HOW = {
     "--max-tokens-per-gpu": ("--use-dynamic-batch-size", "4096"),
     "--use-dynamic-batch-size": ("--max-tokens-per-gpu 4096", None),
     "--lora-rank": ("", "4"),
-    "--lora-alpha": ("--lora-rank 4", "16"),
     "--lora-target-modules": ("--lora-rank 4", "linear_qkv"),
     "--recompute-granularity": ("--recompute-method uniform --recompute-num-layers 1", "full"),
     "--recompute-method": (f"{FULL} --recompute-num-layers 1", "block"),

@@ -43,7 +43,8 @@ def _load(field, path):
     flags = {field: (path,) if field == "rollout_sample_hook_path" else path}
     if field == "buffer_filter_path":
         flags["data_source_path"] = "slime_rollout.data.RolloutDataSourceWithBuffer"
-    config = RolloutConfig.of(hf_checkpoint="m", prompt_data="p", rollout_batch_size=1, **flags)
+    held_out = {"eval_prompt_data": ("held", "q")}  # which some of them need
+    config = RolloutConfig.of(hf_checkpoint="m", prompt_data="p", rollout_batch_size=1, **held_out, **flags)
     return hook.load(config, HookArgs({}))
 
 

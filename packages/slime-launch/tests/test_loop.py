@@ -69,6 +69,7 @@ def launch(clock, flags, to_words, monkeypatch):
 
     def run(home: Path, rollouts: int = 4, *, driver: bool = False, **more: str) -> bool | int:
         home.mkdir(exist_ok=True)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))  # a run that finds counted rows there writes no file
         flags.update(
             {"--save": str(home / "save"), "--output-dir": str(home / "out"), "--num-rollout": str(rollouts)}
             | {"--save-interval": "2", "--eval-interval": "1", "--eval-prompt-data": flags["--prompt-data"]}

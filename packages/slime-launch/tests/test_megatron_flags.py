@@ -86,7 +86,7 @@ def test_they_are_refused_with_what_else_is_wrong(words):
     for text in (
         "--fp8-format hybrid cannot be given: it is a setting of Transformer Engine's layers",
         "the model has no experts",
-        "--eval-interval 1 needs held-out prompts",
+        "--eval-interval 1 has no effect without --eval-prompt-data or --eval-config",
     ):
         assert any(text in line for line in lines), (text, lines)
 

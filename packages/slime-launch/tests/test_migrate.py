@@ -365,7 +365,7 @@ def test_a_toml_file_has_the_same_words(tmp_path, capsys):
         "lr": 1e-6, "num-rollout": 3, "colocate": True, "eval-prompt-data": ["a", "1.jsonl"],
     }  # fmt: skip
     assert with_config(["--config", str(file)]).from_file == [
-        "--lr=1e-06", "--num-rollout=3", "--colocate", "--eval-prompt-data", "a", "1.jsonl",
+        "--lr=1e-6", "--num-rollout=3", "--colocate", "--eval-prompt-data", "a", "1.jsonl",
     ]  # fmt: skip
     assert as_toml([]) == ""
 

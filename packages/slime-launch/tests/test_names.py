@@ -57,6 +57,11 @@ def test_a_model_in_the_cache_needs_no_network(snapshot, flags, to_words):
 @pytest.mark.parametrize("flag", ["--load", "--ref-load", "--critic-load", "--opd-teacher-load"])
 def test_a_checkpoint_may_be_another_model_than_the_engines(snapshot, cached, flags, to_words, flag):
     key, other = flag[2:].replace("-", "_"), cached(OTHER)
+    needs = {
+        "--critic-load": {"--advantage-estimator": "ppo"},
+        "--opd-teacher-load": {"--use-opd": None, "--opd-type": "megatron"},
+    }
+    flags |= needs.get(flag, {})
     settings = resolved(to_words(flags | {"--hf-checkpoint": NAME, flag: OTHER}))
     assert settings.rollout.data.hf_checkpoint == str(snapshot)
     assert getattr(settings.megatron, key) == str(other)
@@ -78,7 +83,7 @@ def test_a_load_that_is_not_there_yet_may_look_like_a_name(snapshot, flags, to_w
 
 def test_what_the_run_will_write_is_no_name(snapshot, flags, to_words):
     own = {"--load": "runs/a", "--save": "./runs/a", "--ref-load": NAME, "--critic-load": "runs/b"}
-    settings = resolved(to_words(flags | own | {"--critic-save": "runs/b"}))
+    settings = resolved(to_words(flags | own | {"--critic-save": "runs/b", "--advantage-estimator": "ppo"}))
     assert (settings.megatron.load, settings.megatron.critic_load) == ("runs/a", "runs/b")
     assert settings.megatron.ref_load == str(snapshot)
 

@@ -45,7 +45,7 @@ def model(workspace, monkeypatch):
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate([*"0123456789+=", "?"])}, "?"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(workspace / "hf" / "tokenizer.json"))
-    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    template = "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}"
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     (workspace / "hf" / "tokenizer_config.json").write_text(json.dumps(settings))
     (workspace / "custom_generate.py").write_text(GENERATE)

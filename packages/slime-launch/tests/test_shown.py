@@ -69,6 +69,7 @@ def settings_of(flags, to_words, **more):
 
 
 def test_the_first_samples_and_a_dropped_group_are_kept(workspace, flags, to_words, caplog):
+    (workspace / "hf" / "tokenizer.json").write_text("{}")
     with caplog.at_level(logging.WARNING):
         write_shown(batch(), settings_of(flags, to_words, report_samples=3))
     samples, total = read_kept(workspace / "out" / "samples", last=3)
@@ -86,6 +87,7 @@ def test_the_first_samples_and_a_dropped_group_are_kept(workspace, flags, to_wor
 
 def test_a_long_response_keeps_its_ends(workspace, flags, to_words):
     length = MOST_TOKENS + 50
+    (workspace / "hf" / "tokenizer.json").write_text("{}")
     write_shown(batch(length=length, loss_mask=[0] + [1] * (length - 1)), settings_of(flags, to_words))
     first, *_ = read_kept(workspace / "out" / "samples", last=3)[0]
     half = MOST_TOKENS // 2

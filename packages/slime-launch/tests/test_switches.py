@@ -30,6 +30,7 @@ OPPOSITE = {
     "--offload-rollout": ["--no-offload-rollout"],
     "--use-distributed-optimizer": ["--no-use-distributed-optimizer"],
     "--async-save": ["--no-async-save"],
+    "--rollout-skip-special-tokens": ["--no-rollout-skip-special-tokens"],
 }
 ON_IN_THE_MODEL = {
     *("--swiglu", "--qk-layernorm", "--untie-embeddings-and-output-weights", "--use-rotary-position-embeddings"),

@@ -359,7 +359,12 @@ def test_engines_of_a_quantized_model_need_a_gpu_and_weights_that_can_be_updated
 
 @pytest.mark.parametrize(
     ("words", "number"),
-    [("--lora-alpha 8", 1), ("--bf16 --fp32", 1), ("--lr -1 --min-lr 2", 1), ("--lora-alpha 8 --save-interval 3", 2)],
+    [
+        ("--lora-alpha 8", 1),
+        ("--bf16 --fp32", 1),
+        ("--lr -1 --lr-decay-style linear --min-lr 0", 1),
+        ("--lora-alpha 8 --save-interval 3", 2),
+    ],
 )
 def test_a_problem_is_said_once_and_blames_no_overrides_that_were_not_given(
     words, number, flags, to_words, capsys, tokenizer

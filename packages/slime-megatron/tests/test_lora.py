@@ -280,7 +280,10 @@ def test_adapters_of_published_models_are_under_a_hundredth(name, rank):
         ({"lora_rank": 0, "lora_alpha": 1.0}, "--lora-rank 0 must be 1 or more"),
         ({"lora_rank": 4, "lora_alpha": 0.0}, "--lora-alpha 0.0 must be above 0"),
         ({"lora_alpha": 4.0}, "--lora-alpha 4.0 has no effect without --lora-rank"),
-        ({"lora_target_modules": ("linear_qkv",)}, "--lora-target-modules linear_qkv has no effect without --lora-rank"),
+        (
+            {"lora_target_modules": ("linear_qkv",)},
+            "--lora-target-modules linear_qkv has no effect without --lora-rank",
+        ),
         (LORA | {"freeze_params_name_list": ("a",)}, "--lora-rank trains adapters alone"),
     ],
 )

@@ -51,9 +51,7 @@ TEMPLATE = (
 def tokenizer_dir(tmp_path_factory):
     """A byte-level BPE tokenizer with a chat template."""
     directory = tmp_path_factory.mktemp("tokenizer")
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=byte_level_bpe(), eos_token="<|end|>", chat_template=TEMPLATE
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level_bpe(), eos_token="<|end|>", chat_template=TEMPLATE)
     tokenizer.save_pretrained(directory)
     return str(directory)
 

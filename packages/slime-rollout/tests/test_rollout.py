@@ -33,7 +33,9 @@ def test_a_rollout(manager, engine, reply):
     assert (batch.rollout_id, [len(group) for group in batch.groups]) == (4, [3, 3])
     assert [sample.index for sample in batch.samples] == list(range(6))
     assert [sample.reward for sample in batch.samples] == [0, 0, 0, 1, 1, 1]
-    assert all(sample.status is Status.COMPLETED and sample.response_tokens == one["output_ids"] for sample in batch.samples)
+    assert all(
+        sample.status is Status.COMPLETED and sample.response_tokens == one["output_ids"] for sample in batch.samples
+    )
     assert progress == [(done, 6) for done in range(1, 7)]
     assert batch.metrics["raw_reward"] == 0.5
     assert batch.metrics["zero_std/count"] == 2

@@ -196,10 +196,11 @@ def look(
         rows = problems.attempt(check_rows, settings.rollout, settings.rows)
     elif run is not None:
         problems.attempt(check_recorded, settings, run[0])
-    notes = None if rows is None else problems.attempt(data_notes, settings.rollout, settings.rows or "prompts")
-    measured = (
-        problems.attempt(measure, settings, shape) if rows is not None and shape is not None else None
-    ) or Measured()
+    has_tokenizer = rows is not None and str(directory) not in absent  # which comes with the weights
+    notes = problems.attempt(data_notes, settings.rollout, settings.rows or "prompts") if has_tokenizer else None
+    counted = problems.attempt(measure, settings, shape) if has_tokenizer and shape is not None else None
+    measured = counted or Measured()
+    limits = problems.attempt(length_notes, settings, shape) if shape is not None and settings.generates else None
     return Found(
         settings=settings,
         shape=shape,
@@ -208,11 +209,7 @@ def look(
         engines=engines,
         rows=None if rows is None else rows | {path: found.used for path, found in measured.files.items()},
         measured=measured,
-        said=[
-            *(notes or ()),
-            *(length_notes(settings, shape) if shape is not None and settings.generates else ()),
-            *measured.notices,
-        ],
+        said=[*(notes or ()), *(limits or ()), *measured.notices],
     )
 
 

@@ -374,8 +374,9 @@ class SelectionConfig(Config, needs=GENERATES):
 
 
 def _as_in_rollouts(what: str, **more: Any) -> Any:
-    """A flag of evaluation that by default has the value of the rollouts' flag."""
-    return flag(None, help=f"for evaluation: {what}; else as in rollouts", may_change=True, **more)
+    """A flag of evaluation that by default has the value of the rollouts' flag. Upstream's scripts leave such flags in
+    where they evaluate nothing, and nothing is lost."""
+    return flag(None, help=f"for evaluation: {what}; else as in rollouts", may_change=True, harmless=True, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,7 +394,7 @@ class EvalConfig(Config, needs=HELD_OUT):
         needs=(),
     )
     n_samples_per_eval_prompt: int = flag(
-        1, help="samples of each held-out prompt", unit="samples", least=1, may_change=True
+        1, help="samples of each held-out prompt", unit="samples", least=1, may_change=True, harmless=True
     )
     eval_temperature: float | None = _as_in_rollouts(
         "temperature, 0 for greedy", least=0, advice="0 is greedy", needs=SAMPLED_SETS

@@ -310,12 +310,17 @@ def trial():
     return made
 
 
+GENERATING = {"custom_generate_function_path", "rollout_function_path", "eval_function_path"}
+
+
 @pytest.mark.parametrize(("field", "more", "source", "message"), CASES)
 def test_contract(trial, tmp_path, field, more, source, message):
     (tmp_path / "own.py").write_text(START + source + "\n")
     path = f"{tmp_path}/own.py:hook"
     limit = 0.3 if "sleep(" in source else 60.0  # a good one may be slow to begin on a busy machine
-    own = {field: (path,) if field == EACH else path, "custom_generate_timeout": limit, "rm_timeout": limit, **more}
+    own = {field: (path,) if field == EACH else path, "rm_timeout": limit, **more}
+    own |= {"custom_generate_timeout": limit} if {*own} & GENERATING else {}
+    own |= {"eval_prompt_data": ("held", "held.jsonl")} if "eval" in field else {}
     config = trial.config.changed(**own)
     args = HookArgs.from_configs(config)
     hook = next(hook for hook in given_hooks(config) if hook.kind.field == field)

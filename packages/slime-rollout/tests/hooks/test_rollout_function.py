@@ -123,17 +123,20 @@ def test_groups_have_numbers_of_their_own(manager, function):
         manager(rollout_function_path=function("same_group")).generate(0)
 
 
-def test_evaluations(manager, function):
+def test_evaluations(manager, function, write_rows):
+    held_out = ("held", write_rows([{"prompt": "3", "label": "3"}], "held.jsonl"))
     report = manager(rollout_function_path=function("plain")).evaluate(4)
     assert report.rollout_id == 4 and report.scores == {"held": 0.5}
     assert report.metrics["eval/held"] == 0.5 and report.metrics["eval/held-truncated_ratio"] == pytest.approx(1 / 3)
-    report = manager(eval_function_path=function("held_out")).evaluate(0)
+    report = manager(eval_function_path=function("held_out"), eval_prompt_data=held_out).evaluate(0)
     assert report.scores == {"held": 0.5} and report.metrics["eval/held/response_len/mean"] == 2
     assert [sample.prompt for sample in report.samples["held"]] == ["own", "own"]
 
 
-def test_the_names_of_what_is_built_in_change_nothing(manager):
-    given = manager(rollout_function_path=BUILT_IN_ROLLOUTS[0], eval_function_path=BUILT_IN_ROLLOUTS[0])
-    plain = manager().generate(0)
+def test_the_names_of_what_is_built_in_change_nothing(manager, write_rows):
+    held_out = ("held", write_rows([{"prompt": "3", "label": "42"}], "held.jsonl"))
+    names = {"rollout_function_path": BUILT_IN_ROLLOUTS[0], "eval_function_path": BUILT_IN_ROLLOUTS[0]}
+    given, usual = manager(**names, eval_prompt_data=held_out), manager(eval_prompt_data=held_out)
+    plain = usual.generate(0)
     assert [sample.tokens for sample in given.generate(0).samples] == [sample.tokens for sample in plain.samples]
-    assert given.evaluate(0).scores == {}
+    assert given.evaluate(0).scores == usual.evaluate(0).scores
