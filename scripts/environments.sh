@@ -111,11 +111,11 @@ pinned() {
     sed -n "s/^$1==\([^ ;]*\).*/\1/p" "$TOOLS/pins.txt"
 }
 
-# What builds the pages of the site: it reads the sources and imports none of them.
-sync_docs() {
-    local environment="$ROOT/.venv-docs" wanted="$ROOT/scripts/requirements-docs.txt"
+# An environment with what a requirements file beside this one says: `docs` and `mutants` have theirs.
+sync_requirements() {
+    local environment="$ROOT/.venv-$1" wanted="$ROOT/scripts/requirements-$1.txt"
     cmp -s "$wanted" "$environment/installed.txt" && return
-    echo "environment .venv-docs: Sphinx"
+    echo "environment .venv-$1: $2"
     use_pins || return
     uv venv --quiet --clear "$environment" || return
     uv pip install --quiet --python "$environment/bin/python" --requirement "$wanted" || return
