@@ -74,7 +74,9 @@ def test_every_command_of_the_launcher(words: str, tmp_path: Path) -> None:
     given = [word for word in COMMAND.split()[2:] if word != "--colocate" or command != "train-async"]
     if command == "sft":
         given = [*given[: given.index("--eval-prompt-data")], "--global-batch-size", "32"]
-        given = " ".join(given).replace("--n-samples-per-prompt 8", "").replace("--rm-type math", "").split()
+        of_responses = ("--n-samples-per-prompt", "--rm-type", "--rollout-num-gpus-per-engine", "--label-key")
+        for flag in of_responses:
+            del given[given.index(flag) : given.index(flag) + 2]
     assert plan_words(["slime-launch", command, *given, *colocate, *more], tmp_path).problems == []
 
 

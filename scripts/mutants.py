@@ -3,7 +3,8 @@
 Cosmic Ray finds the places and writes the changed code; coverage.py knows which tests run a line, and only those are
 asked. The checkout stays as it is: tests import a copy of the package.
 
-A change that nothing can notice, such as `>=` for `>` where both sides are never equal, is no hole: read the survivors.
+A change that nothing can notice, such as `>=` for `>` where both sides are never equal, says nothing about the tests:
+read the survivors.
 """
 
 from __future__ import annotations
@@ -65,10 +66,12 @@ class Package:
 
     @property
     def import_name(self) -> str:
+        """The name it is imported by."""
         return f"slime_{self.name}"
 
     @property
     def source(self) -> Path:
+        """The folder that holds its module."""
         return ROOT / "packages" / f"slime-{self.name}" / "src"
 
     def files(self) -> list[Path]:

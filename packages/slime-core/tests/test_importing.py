@@ -39,7 +39,7 @@ def test_a_package_is_absent_in_the_block_alone_and_stays_where_it_was_imported(
 def test_a_hint_names_what_is_on_an_index_and_not_our_package(monkeypatch):
     texts = ["numpy>=1.26", "wandb>=0.19; extra == 'wandb'", 'isal>=1; python_version > "3.0" and extra == "wandb"']
     monkeypatch.setattr(metadata, "requires", lambda name: [*texts, "pytest; extra == 'test'"])
-    hint = install_hint("slime-launch", "wandb")
+    hint = install_hint("slime-thing", "wandb")
     assert hint == install_command("wandb>=0.19", "isal>=1") and hint.endswith(" 'wandb>=0.19' 'isal>=1'")
     assert "slime" not in hint.replace(sys.executable, "")
 
@@ -50,8 +50,8 @@ def test_a_hint_for_a_package_that_is_not_installed_names_its_file(monkeypatch):
 
     monkeypatch.setattr(metadata, "requires", missing)
     assert (
-        install_hint("slime-launch", "wandb")
-        == "install the packages of the extra wandb in slime-launch's pyproject.toml"
+        install_hint("slime-thing", "wandb")
+        == "install the packages of the extra wandb in slime-thing's pyproject.toml"
     )
 
 

@@ -18,7 +18,7 @@ def make(**changes):
 
 def test_every_field_is_a_flag_with_help():
     specs = {spec.dest: spec for spec in flag_specs(RolloutConfig)}
-    assert len(specs) == 84 and set(specs) == flag_values(make()).keys()
+    assert len(specs) == 85 and set(specs) == flag_values(make()).keys()
     assert all(spec.help for spec in specs.values())
     assert specs["rollout_stop_token_ids"].type is int
     assert specs["eval_prompt_data"].nargs == "+"

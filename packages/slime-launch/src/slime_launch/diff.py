@@ -49,7 +49,9 @@ def diff(argv: Sequence[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(USAGE)
         return 0
-    if len(argv) != 2 or any(word.startswith("-") for word in argv):
+    if wrong := [word for word in argv if word.startswith("-")] or argv[2:]:
+        raise FlagError(f"unexpected {wrong[0]!r}; diff needs two runs' --output-dir, such as runs/first runs/second")
+    if len(argv) != 2:
         raise FlagError("diff needs two runs' --output-dir, such as runs/first runs/second")
     first, second = (WrittenRun(Path(word)) for word in argv)
     settings = [*settings_that_differ(first, second)]

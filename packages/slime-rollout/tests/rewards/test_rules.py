@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_rollout import config
+from slime_rollout import config, reward_config
 from slime_rollout.rewards.answers import after_hashes, after_thought, answer_line, answer_tag, last_boxed
 from slime_rollout.rewards.choices import index_metadata, multiple_choice
 from slime_rollout.rewards.maths import math_equal, read_number, same_number
@@ -397,8 +397,8 @@ def score(rule, response, label, metadata=None):
 
 
 def test_every_name_that_the_flag_offers_has_a_rule():
-    for name in config.RULES:
-        if name != "random" and name not in config.REMOTE_RULES:
+    for name in reward_config.RULES:
+        if name != "random" and name not in reward_config.REMOTE_RULES:
             rule = find_rule(name)
             assert rule.score("", "1", {}) == rule.wrong
 

@@ -16,6 +16,7 @@ from slime_rollout.rewards import scorers
 from slime_rollout.rewards.scorers import RemoteReward, RowRuleReward, Scorers
 
 LOOP = asyncio.Runner()  # one event loop for all calls, as in a run
+WITHOUT_RULES = 4  # rm_workers' default, since no rule of ours is asked
 GIVEN = {"hf_checkpoint": "m", "prompt_data": "p", "rollout_batch_size": 1}
 
 
@@ -56,11 +57,11 @@ def test_a_row_chooses_its_rule():
 
 def test_an_own_function_and_a_teacher_alone_come_before_it(tmp_path):
     (tmp_path / "own.py").write_text("def custom_rm(args, sample): return 0.25\n")
-    own = config(custom_rm_path=f"{tmp_path}/own.py")
+    own = config(custom_rm_path=f"{tmp_path}/own.py", rm_workers=WITHOUT_RULES)
     assert score(Scorers(own, HookArgs({})).of(own).reward, sample("2", rule="exact")) == [0.25]
     alone = config(opd_type="sglang", rm_url="http://a")
     assert score(Scorers(alone, HookArgs({})).of(alone).reward, sample("2", rule="exact")) == [0.0]
-    assert row("telepathy", custom_rm_path="a.b").metadata == {"rm_type": "telepathy"}
+    assert row("telepathy", custom_rm_path="a.b", rm_workers=WITHOUT_RULES).metadata == {"rm_type": "telepathy"}
 
 
 @pytest.mark.parametrize("rule", ["telepathy", 5, ["math"], {"a": 1}])
