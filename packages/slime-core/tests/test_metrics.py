@@ -111,7 +111,8 @@ def test_pass_at_k_counts_the_subsets(n):
 
 @pytest.mark.parametrize(("n", "correct", "k"), [(4, 5, 1), (4, -1, 1), (4, 2, 0), (4, 2, 5)])
 def test_pass_at_k_refuses_impossible_counts(n, correct, k):
-    with pytest.raises(DataError, match=f"pass@{k} of {n} samples"):
+    message = f"pass@{k} of {n} samples, {correct} correct: correct must be 0 to {n}, k must be 1 to {n}"
+    with pytest.raises(DataError, match=message):
         pass_at_k(n, correct, k)
 
 

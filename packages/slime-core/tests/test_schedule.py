@@ -325,7 +325,10 @@ def test_bad_data():
         shards_of(RolloutBatch(rollout_id=0, groups=[[make_sample(0, 0, reward=math.nan)]]))
     with pytest.raises(DataError, match="sample 0 has a response but no prompt tokens"):
         shards_of(RolloutBatch(rollout_id=0, groups=[[make_sample(0, 0, prompt=0)]]))
-    with pytest.raises(ConfigError, match="does not split into steps"):
+    with pytest.raises(
+        ConfigError,
+        match=r"3 samples .* steps of --global-batch-size 2; set it to a divisor of 3, such as 1",
+    ):
         shards_of(make_batch([3]), gbs=2)
 
 
@@ -514,7 +517,10 @@ def test_ranks_are_balanced_by_the_cost_asked_for():
         ({"max_tokens_per_gpu": 0}, "--max-tokens-per-gpu 0 must be 1 or more"),
         ({"context_parallel_size": 0}, "context-parallel size 0 must be 1 or more"),
         ({"virtual_pipeline_group": 0}, "virtual-pipeline group 0 must be 1 or more"),
-        ({"virtual_pipeline_group": 2}, "× --micro-batch-size 3 × virtual-pipeline group 2 = 12; set it to 12"),
+        (
+            {"virtual_pipeline_group": 2},
+            "6 must be .* size 2 × --micro-batch-size 3 × virtual-pipeline group 2 = 12; set it to 12",
+        ),
         (
             {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 9, "virtual_pipeline_group": 4},
             "leaves some micro-batches without a sample: there are 2 data-parallel ranks × 4 .* set it to 8 or more",
@@ -553,8 +559,17 @@ def test_both_samples_of_a_pair_are_in_one_micro_batch(dp, limit):
 @pytest.mark.parametrize(
     ("sizes", "rewards", "how", "error", "message"),
     [
-        ([2, 2], None, {"mbs": 1}, ConfigError, "--micro-batch-size 1 counts samples, and preference pairs are two"),
-        ([2, 1], None, {"mbs": 2, "gbs": 3}, ConfigError, "--global-batch-size 3 counts samples, and preference pairs"),
+        (
+            [2, 2],
+            None,
+            {"mbs": 1},
+            ConfigError,
+            "--micro-batch-size 1 counts samples.* give an even number, such as 2",
+        ),
+        (
+            *([2, 1], None, {"mbs": 2, "gbs": 3}, ConfigError),
+            "--global-batch-size 3 counts samples, and preference pairs are two each; give an even number, such as 4",
+        ),
         ([4], None, {"mbs": 2, "gbs": 2}, DataError, "group 0 is not a preference pair"),
         ([3, 1], None, {"mbs": 2}, DataError, "group 0 is not a preference pair: give it two samples"),
         ([2, 2], [1.0, 0.0, 1.0, 1.0], {"mbs": 2}, DataError, "group 1 is not a preference pair"),

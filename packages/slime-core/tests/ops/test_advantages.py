@@ -228,8 +228,8 @@ def test_an_estimator_that_breaks_its_contract(result, message):
         ({"rewards_N": torch.tensor([0.0, math.nan, 1.0])}, r"not so for responses \[1\]"),
         ({"rewards_N": REWARDS[:2]}, r"rewards have shape \[2\] but there are 3 responses"),
         ({"lengths_N": SPANS + 1}, "add up to 9 but there are 6"),
-        ({"kl_T": KL[:3]}, r"kl_T has shape \[3\]"),
-        ({"values_T": VALUES[:3]}, r"values_T has shape \[3\]"),
+        ({"kl_T": KL[:3]}, r"kl_T has shape \[3\], must be \[6\]"),
+        ({"values_T": VALUES[:3]}, r"values_T has shape \[3\], must be \[6\]"),
     ],
 )
 def test_inputs_that_do_not_fit(change, message):

@@ -269,9 +269,9 @@ def test_nothing_is_no_error_and_carries_no_gradient():
 
 def test_shapes_that_do_not_match():
     inputs = Batch([2, 3], seed=1)
-    with pytest.raises(DataError, match=r"must have one shape.*advantages_T"):
+    with pytest.raises(DataError, match=r"must have one shape.*advantages_T \[1\], mask_T \[5\]$"):
         policy_statistics(**{**inputs.inputs("policy"), "advantages_T": torch.zeros(1)})
-    with pytest.raises(DataError, match=r"must have one shape.*log_probs_T \[5\]"):
+    with pytest.raises(DataError, match=r"one shape.*log_probs_T \[5\], other_log_probs_T \[1\], mask_T \[5\]$"):
         drift_statistics(**{**inputs.inputs("drift"), "rollout_log_probs_T": torch.zeros(1)})
     with pytest.raises(DataError, match="add up to 4 but there are 5 tokens"):
         drift_statistics(**{**inputs.inputs("drift"), "lengths": [2, 2]})

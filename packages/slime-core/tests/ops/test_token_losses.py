@@ -265,7 +265,7 @@ def test_shapes_of_the_penalty_must_agree_with_and_without_a_mask():
     for mask in (None, torch.ones(3)):
         with pytest.raises(DataError, match=r"one shape.*ref_log_probs_T \[3, 1\]"):
             kl_penalty(torch.zeros(3), torch.zeros(3, 1), "k1", mask_T=mask)
-        with pytest.raises(DataError, match=r"one shape.*old_log_probs_T \[1\]"):
+        with pytest.raises(DataError, match=r"one shape.*log_probs_T \[3\], old_log_probs_T \[1\]"):
             kl_penalty(torch.zeros(3), torch.zeros(3), "k1", old_log_probs_T=torch.zeros(1), mask_T=mask)
 
 

@@ -142,7 +142,7 @@ def test_routed_experts_grow_with_what_the_engine_has_read():
     before = sample.to_dict()
     with pytest.raises(DataError, match=r"known for 3 tokens, and \[3, 2\] numbers more do not make the rows of 7"):
         sample.append_response([7, 8], routed_experts=rows[4:])
-    with pytest.raises(DataError, match=r"and \[4, 1\] numbers more"):
+    with pytest.raises(DataError, match=r"known for 3 tokens, and \[4, 1\] numbers more do not make the rows of 7"):
         sample.append_response([7, 8], routed_experts=rows[3:, :1])
     assert sample.to_dict() == before
     sample.append_response([7, 8], routed_experts=rows[3:])
@@ -169,14 +169,14 @@ def test_kept_tokens_grow_with_the_response():
     sample.append_response([2, 3], log_probs=[-1.0, -2.0], kept_tokens="2 9;3;")
     sample.append_response([5], trained=False)
     assert sample.kept_tokens == ";2 9;3;;"
-    with pytest.raises(DataError, match="trained tokens to append come without kept_tokens, unlike those before"):
+    with pytest.raises(DataError, match="the 1 trained tokens to append come without kept_tokens, unlike those before"):
         sample.append_response([6], log_probs=[-1.0])
-    with pytest.raises(DataError, match="kept_tokens has 2 sets"):
+    with pytest.raises(DataError, match="kept_tokens has 2 sets, each to end with ';', for 1 tokens"):
         sample.append_response([6], log_probs=[-1.0], kept_tokens="6;7;")
     assert sample.kept_tokens == ";2 9;3;;"
     plain = Sample(index=7, group_index=0, prompt="p", tokens=[1])
     plain.append_response([2], log_probs=[-1.0])
-    with pytest.raises(DataError, match="trained tokens to append come with kept_tokens, unlike those before"):
+    with pytest.raises(DataError, match="the 1 trained tokens to append come with kept_tokens, unlike those before"):
         plain.append_response([6], log_probs=[-1.0], kept_tokens="6;")
 
 
