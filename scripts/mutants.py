@@ -43,7 +43,8 @@ OPERATORS = (
 )
 REDUCTIONS = {"amax": "amin", "max": "min", "sum": "mean", "any": "all", "maximum": "minimum", "argmax": "argmin"}
 REDUCTIONS |= {new: old for old, new in REDUCTIONS.items()}
-SECONDS, SUITE_SECONDS = 300, 1800
+CHEAP, FEW = "not real and not full", ("--hypothesis-profile=few",)
+SECONDS, SUITE_SECONDS = 300, 3600
 
 
 @dataclass(frozen=True)
@@ -99,11 +100,12 @@ class Package:
         python = ROOT / ".tox" / self.name / "bin" / "python"
         subprocess.run(["uv", "pip", "install", "-q", "--python", python, "coverage>=7.10,<8"], check=True)
         shutil.copytree(self.source, self.folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
-        data = self.folder / "coverage"
+        data, settings = self.folder / "coverage", self.folder / "coverage.ini"
+        settings.write_text("[run]\n", encoding="utf-8")  # not the repository's, which are for many processes
         tests = f"packages/slime-{self.name}/tests"
         done = self.run(
-            *("-m", "coverage", "run", f"--data-file={data}", f"--source={self.folder}"),
-            *("-m", "pytest", "-p", "mutants", "-p", "no:cacheprovider", "-q", "-m", "not real and not full", tests),
+            *("-m", "coverage", "run", f"--rcfile={settings}", f"--data-file={data}", f"--source={self.folder}"),
+            *("-m", "pytest", "-p", "mutants", "-p", "no:cacheprovider", "-q", "-m", CHEAP, *FEW, tests),
             seconds=SUITE_SECONDS,
         )
         if done.returncode:
@@ -123,10 +125,24 @@ class Package:
         the file that is named like it come first.
         """
         lines = self.contexts[mutant.file]
-        tests = lines.get(mutant.line, [])
-        if mutant.line in lines and not tests:
-            tests = sorted({test for others in lines.values() for test in others})
+        ran = [lines[line] for line in _statement(self.source / mutant.file, mutant.line) if line in lines]
+        tests = {test for of_line in ran for test in of_line}
+        if ran and not tests:
+            tests = {test for others in lines.values() for test in others}
         return sorted(tests, key=lambda test: (mutant.file.stem not in test.partition("::")[0], test))
+
+
+def _statement(path: Path, line: int) -> range:
+    """The lines of the statement that a line is of, without those of a body."""
+    found = range(line, line + 1)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.stmt):  # an inner one is met later
+            first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", []))])
+            body = getattr(node, "body", None)
+            end = body[0].lineno - 1 if body else node.end_lineno or line
+            if first <= line <= max(end, node.lineno):
+                found = range(first, max(end, node.lineno) + 1)
+    return found
 
 
 def mutants_of(package: Package) -> Iterator[Mutant]:
@@ -210,7 +226,7 @@ def verdict(package: Package, mutant: Mutant) -> tuple[str, str]:
     _write(path, changed)
     try:
         done = package.run(
-            "-m", "pytest", "-p", "no:cacheprovider", "-q", "-x", "--no-header", f"@{chosen}", seconds=SECONDS
+            *("-m", "pytest", "-p", "no:cacheprovider", "-q", "-x", "--no-header", *FEW, f"@{chosen}"), seconds=SECONDS
         )
     except subprocess.TimeoutExpired:
         return "killed", diff

@@ -1,6 +1,7 @@
 import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -247,8 +248,11 @@ def test_each_flag_that_is_compared_is_refused_when_it_differs():
     shape = ModelShape.from_hf_config({**LLAMA, "rope_parameters": LLAMA3_SCALING})
     for flag in SHAPE_FLAGS:
         if flag.compared and not flag.is_switch:
-            wrong = "other" if flag.type is str else (flag.value(shape) or 0) + 1
-            with pytest.raises(ShapeMismatchError, match=flag.name):
+            right = flag.value(shape)
+            wrong = "other" if flag.type is str else (right or 0) + 1
+            given, own = (one if isinstance(one, str | None) else f"{one:g}" for one in (wrong, right))
+            said = rf"{flag.name} {given} is given, but the config (says {re.escape(str(own))}\.|has no such setting)"
+            with pytest.raises(ShapeMismatchError, match=said):
                 check_flags(shape, {flag.dest: wrong})
 
 
