@@ -24,7 +24,8 @@ PUBLIC = {
     "inspection lora mapping progress published quantize quantize.convert shape",
     "rollout": "errors config data data.dataset data.offline data.source data_service engine engine.addresses "
     "engine.config eval_sets filters generate generate.context generate.custom generate.trajectory "
-    "generation_service hooks.* rewards rewards.answers rewards.choices rewards.custom rewards.maths rewards.rules rewards.scorers rollout store weights",
+    "generation_service hooks.* rewards rewards.answers rewards.choices rewards.custom rewards.maths rewards.rules "
+    "rewards.scorers rollout store weights",
     "megatron": "errors arguments checkpoint config device losses lora memory operations start worker",
     "launch": "config config_file errors flags loop manifest metric_names migrate plan plan.build report run tracking "
     "validate",

@@ -151,7 +151,7 @@ def mutants_of(package: Package) -> Iterator[Mutant]:
 
     for file in package.files():
         text = (package.source / file).read_text(encoding="utf-8")
-        nodes, ignored = list(ast_nodes(get_ast(text))), _annotated_lines(text)
+        nodes, ignored = list(ast_nodes(get_ast(text))), _spared(text)
         for operator in (*OPERATORS, SwapReduction.__name__):
             positions = (where for node in nodes for where in _operator(operator).mutation_positions(node))
             for occurrence, ((line, column), _) in enumerate(positions):
@@ -174,13 +174,17 @@ def drawn(packages: Sequence[Package], chance: random.Random) -> Iterator[tuple[
             del by_operator[operator]
 
 
-def _annotated_lines(text: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Where annotations begin and end: they are never evaluated."""
+def _spared(text: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Where annotations and decorators begin and end: they compute nothing."""
     nodes = (
-        annotation
+        part
         for node in ast.walk(ast.parse(text))
-        for annotation in (getattr(node, "annotation", None), getattr(node, "returns", None))
-        if isinstance(annotation, ast.expr)
+        for part in (
+            getattr(node, "annotation", None),
+            getattr(node, "returns", None),
+            *getattr(node, "decorator_list", ()),
+        )
+        if isinstance(part, ast.expr)
     )
     return [((one.lineno, one.col_offset), (one.end_lineno or 0, one.end_col_offset or 0)) for one in nodes]
 
