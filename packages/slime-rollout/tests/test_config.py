@@ -98,7 +98,7 @@ def test_every_field_is_a_flag_with_help():
         ({"custom_rm_path": "a.b", "custom_rm_kwargs": "{"}, "--custom-rm-kwargs { is not JSON"),
         ({"custom_rm_path": "a.b", "custom_rm_kwargs": "[1]"}, "--custom-rm-kwargs [1] is not a JSON object"),
         ({"rm_workers": 0}, "--rm-workers 0"),
-        ({"rm_memory_limit": 0.1}, "--rm-memory-limit 0.1"),
+        ({"rm_memory_limit": 0.1}, "--rm-memory-limit 0.1 must be between 0.5 and 1024"),
         ({"rm_on_failure": "cry"}, "--rm-on-failure cry"),
         ({"eval_max_context_len": 0}, "--eval-max-context-len 0"),
         ({"eval_max_prompt_len": 0}, "--eval-max-prompt-len 0"),
@@ -150,5 +150,7 @@ def test_weights_that_are_sent_less_often_lag():
     assert make(update_weights_interval=3, max_weight_staleness=2).selection.most_behind == 2
     assert make(update_weights_interval=3, async_buffer_size=2).selection.most_behind == 4
     assert make().selection.most_behind == 1
-    with pytest.raises(ConfigError, match="leaves engines 2 updates behind, and --max-weight-staleness 1"):
+    with pytest.raises(
+        ConfigError, match="leaves engines 2 updates behind, and --max-weight-staleness 1 allows 1; give 2"
+    ):
         make(update_weights_interval=3, max_weight_staleness=1)

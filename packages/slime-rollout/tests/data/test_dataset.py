@@ -40,7 +40,7 @@ def test_long_prompts_are_left_out_and_counted(load, write_rows, caplog):
 
 def test_no_prompt_short_enough(load, write_rows):
     path = write_rows([{"prompt": "12 + 30 = ", "label": "42"}])
-    with pytest.raises(DataError, match="all 1 prompts are longer than --rollout-max-prompt-len 1; the shortest has"):
+    with pytest.raises(DataError, match=r"all 1 prompts .* --rollout-max-prompt-len 1; the shortest has 5 tokens"):
         load(path, rollout_max_prompt_len=1)
 
 

@@ -137,7 +137,7 @@ def test_a_state_that_lacks_something_is_refused_and_changes_nothing():
 def test_an_invalid_sample_is_told_when_the_state_is_taken():
     given = source()
     given.get_samples(1)[0][0].response_length = 9
-    with pytest.raises(DataError, match="response_length 9"):
+    with pytest.raises(DataError, match="response_length 9 is not between 0 and 2 tokens"):
         given.state_dict()
 
 

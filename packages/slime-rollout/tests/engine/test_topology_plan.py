@@ -165,7 +165,9 @@ def test_prefill_servers_are_short_for_two_groups(read):
     ):
         EngineConfig(sglang_config="f", prefill_num_servers=1)
     config = EngineConfig(prefill_num_servers=4, rollout_num_gpus_per_engine=2)
-    with pytest.raises(ConfigError, match=r"leaves no engine to generate: .* are 4 engines; give at most 3"):
+    with pytest.raises(
+        ConfigError, match=r"leaves no engine .*num-gpus 8 with 2 per engine are 4 engines; give at most 3"
+    ):
         topology_of(config, 8)
 
 

@@ -244,7 +244,7 @@ NONSENSE = {
         "sample.tokens = [1, 2, 3]; sample.response = 'a'",
         "other tokens than its prompt's and response_len",
     ),
-    "too long": ("sample.response_length = 999", "left sample 10: response_length 999 is not between 0 and"),
+    "too long": ("sample.response_length = 999", "left sample 10: response_length 999 is not between 0 and 23 tokens"),
     "a short mask": ("sample.response, sample.loss_mask = 'abc', [1]", "left sample 10: loss_mask has 1 entries"),
     "a status": ("sample.response, sample.status = 'a', 'fine'", "left sample 10: status 'fine' is unknown"),
     "a number": ("sample.response = 42", "left sample 10: response must be a string, got int"),
