@@ -1,4 +1,5 @@
 import base64
+import dataclasses
 
 import numpy as np
 import orjson
@@ -163,3 +164,28 @@ def test_what_is_certain_of_an_aborted_response(reply, sampling_params, kept):
     done = Completion.from_json(orjson.dumps(reply(tokens=tokens, finish={"type": "abort"}))).certain(sampling_params)
     assert (done.tokens, done.text, done.status) == (tokens[:kept], "", Status.ABORTED)
     assert len(done.log_probs) == len(done.weight_versions) == kept
+
+
+def test_a_stop_text_that_begins_before_a_request_went_on_ends_what_several_sampled():
+    parts = [
+        Completion(
+            text="",
+            tokens=tokens,
+            log_probs=[-0.5] * len(tokens),
+            weight_versions=[version] * len(tokens),
+            status=Status.ABORTED,
+            reason="aborted",
+            kept=[[token] for token in tokens],
+            experts_TW=np.full((len(tokens), 1), version, np.int32),
+        )
+        for version, tokens in enumerate([[ord("a"), ord("<")], [ord("b"), ord("<")], [ord("e"), ord(">"), ord("c")]])
+    ]
+    done = parts[0].followed_by(parts[1]).followed_by(dataclasses.replace(parts[2], status=Status.TRUNCATED))
+    assert done.cuts == [2, 4]
+
+    ended = done.up_to_stop([], ["<e>", "<ex"], lambda tokens: "".join(map(chr, tokens)))
+    assert (ended.text, ended.status, ended.weight_versions) == ("a<b<e>", Status.COMPLETED, [0, 0, 1, 1, 2, 2])
+    assert len(ended.log_probs) == len(ended.kept) == len(ended.tokens) == 6
+    assert ended.experts_TW.tolist() == [[0], [0], [1], [1], [2], [2]]
+    assert done.up_to_stop([], ["<b"], lambda tokens: "".join(map(chr, tokens))).tokens == [*b"a<b"]
+    assert done.up_to_stop([], ["<ec"], lambda tokens: "".join(map(chr, tokens))) == done

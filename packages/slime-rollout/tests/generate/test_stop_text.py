@@ -1,5 +1,7 @@
 """Text, tokens, mask and log-probs of a sample are of the same characters, whatever ended it and however it came."""
 
+import functools
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -114,6 +116,56 @@ def test_a_reward_sees_the_text_that_ended_the_response(play, tokenizer, way, st
     sample = play(way, said, stop=(stop,))
     assert stop in sample.response and "what is 2 + 2 = 4".startswith(sample.response)
     assert sample.response == tokenizer.decode(sample.response_tokens)
+
+
+@pytest.fixture
+def with_other_weights(engine, reply, generate, chat, tokenizer):
+    """The sample of a response that is cut off, and goes on with what other weights say."""
+
+    def run(way, said, then, stop):
+        (sample,) = chat()
+        prompt = len(sample.tokens)
+
+        def answer(number, body):
+            begun = len(body["input_ids"]) - prompt
+            tokens = SamplingEngine(tokenizer, then, ())(0, body["sampling_params"]) if begun else (said, "", "abort")
+            return reply(tokens=tokens[0], text=tokens[1], version=str(number), finish={"type": tokens[2]})
+
+        def trajectory(group, context):
+            async def one():
+                await Trajectory(group[0], context).generate()
+                return group
+
+            return [one()]
+
+        engine.answer = answer
+        for _ in range(2):
+            generate(trajectory if way == "trajectory" else single_turn, [sample], stop=(stop,))
+            sample = Sample.from_dict(sample.to_dict())
+        return sample
+
+    return run
+
+
+@pytest.mark.parametrize("way", ["single turn", "trajectory"])
+@pytest.mark.parametrize(
+    ("kept", "then", "stop", "said"),
+    [
+        ("so 4", " 2 = 1", "4 2", "so 4 2"),
+        ("1 + 1", " + 2 = 4", "1 + 2", "1 + 1 + 2"),
+        ("so 4", " + 2 = 1", "4 2", "so 4 + 2 = 1"),
+        ("so 4", " = 4 2 1", "4 2", "so 4 = 4 2"),
+    ],
+)
+def test_a_stop_text_that_begins_before_a_cut_ends_the_response(
+    with_other_weights, tokenizer, kept, then, stop, said, way
+):
+    """Engines see the text from the cut on, and what was kept may end with the beginning of a stop text."""
+    encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+    sample = with_other_weights(way, [*encode(kept), *[7] * len(stop)], encode(then), stop)
+    assert sample.response == said == tokenizer.decode(sample.response_tokens)
+    assert len(sample.rollout_log_probs) == len(sample.weight_versions) == len(sample.response_tokens)
+    assert sample.status is (Status.COMPLETED if stop in said else Status.TRUNCATED)
 
 
 def test_special_tokens_are_in_the_text_if_that_is_asked_for(generate, custom, say, chat, engine):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -85,6 +85,7 @@ class Completion:
             were not.
         status: Completed, truncated or aborted.
         reason: The engine's own words for why it ended.
+        cuts: Places in the tokens where another request went on.
     """
 
     text: str
@@ -95,6 +96,7 @@ class Completion:
     reason: str
     kept: list[list[int]] | None = None
     experts_TW: NDArray[np.int32] | None = dataclasses.field(default=None, compare=False)
+    cuts: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def kept_tokens(self) -> str | None:
@@ -142,11 +144,35 @@ class Completion:
         longest one has bytes. That number does not depend on what was sampled, so sampling them again adds no bias.
         Nothing is kept under a grammar, a penalty or the like, which looks at a response as a whole.
         """
-        stops = sampling_params.get("stop") or ()
-        stops = (stops,) if isinstance(stops, str) else stops
-        unsure = max(1, *(len(stop.encode(errors="replace")) for stop in stops)) if stops else 1
+        unsure = max(1, most_tokens(stop_texts(sampling_params)))
         whole = any((sampling_params.get(name) or plain) != plain for name, plain in _OF_THE_WHOLE.items())
-        kept = 0 if whole else max(0, len(self.tokens) - unsure)
+        return self._first(0 if whole else max(0, len(self.tokens) - unsure))
+
+    def up_to_stop(self, before: Sequence[int], stops: Sequence[str], decode: Callable[[list[int]], str]) -> Completion:
+        """What was sampled up to the token that completes a stop text which begins before a cut.
+
+        The engine does not see one: its request begins at the cut. What is kept before a cut may end with the beginning
+        of a stop text, and other weights may go on with the rest.
+
+        Args:
+            before: The tokens of the same response that came earlier, if it was cut off.
+            stops: The stop texts.
+            decode: From tokens to text, with special ones.
+        """
+        most, said = most_tokens(stops), [*before, *self.tokens]
+        for cut in (place + len(before) for place in [*([0] if before else []), *self.cuts]):
+            first = max(0, cut - most)
+            for end in range(cut + 1, min(cut + most, len(said)) + 1):
+                text = decode(said[first:end])
+                if any(stop in text for stop in stops):
+                    ended = self._first(end - len(before))
+                    return dataclasses.replace(ended, text=decode(ended.tokens), status=Status.COMPLETED, reason="stop")
+        return self
+
+    def _first(self, kept: int) -> Completion:
+        """The first so many tokens."""
+        if kept == len(self.tokens):
+            return self
         return dataclasses.replace(
             self,
             text="",
@@ -154,9 +180,8 @@ class Completion:
             log_probs=self.log_probs[:kept],
             weight_versions=self.weight_versions[:kept],
             kept=None if self.kept is None else self.kept[:kept],
-            experts_TW=None
-            if self.experts_TW is None or not kept
-            else self.experts_TW[: kept - len(self.tokens) or None],
+            experts_TW=None if self.experts_TW is None or not kept else self.experts_TW[: kept - len(self.tokens)],
+            cuts=[cut for cut in self.cuts if cut < kept],
         )
 
     def followed_by(self, rest: Completion) -> Completion:
@@ -171,6 +196,7 @@ class Completion:
             weight_versions=self.weight_versions + rest.weight_versions,
             kept=None if self.kept is None else self.kept + (rest.kept or []),
             experts_TW=np.concatenate(tables) if tables else None,
+            cuts=[*self.cuts, len(self.tokens), *(len(self.tokens) + cut for cut in rest.cuts)],
         )
 
     @classmethod
@@ -179,6 +205,17 @@ class Completion:
         return cls(
             text="", tokens=[], log_probs=[], weight_versions=[], status=Status.ABORTED, reason="aborted unanswered"
         )
+
+
+def stop_texts(sampling_params: Mapping[str, Any]) -> tuple[str, ...]:
+    """The stop texts of a request."""
+    stops = sampling_params.get("stop") or ()
+    return (stops,) if isinstance(stops, str) else tuple(stops)
+
+
+def most_tokens(stops: Sequence[str]) -> int:
+    """Most tokens that a stop text can be: each has a byte at least; 0 without one."""
+    return max((len(stop.encode(errors="replace")) for stop in stops), default=0)
 
 
 def _log_probs(tokens: list[int], meta: _Meta) -> list[float]:

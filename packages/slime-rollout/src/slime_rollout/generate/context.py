@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -17,7 +18,7 @@ from slime_rollout.config import MOST_KEPT, RolloutConfig
 from slime_rollout.errors import GenerationError
 from slime_rollout.eval_sets import EvalSet
 from slime_rollout.generate.client import EngineClient
-from slime_rollout.generate.completion import Completion
+from slime_rollout.generate.completion import Completion, stop_texts
 from slime_rollout.generate.turn_log import TurnLog
 from slime_rollout.limits import ModelLimits
 
@@ -226,12 +227,24 @@ class GenerationContext:
         whole: str = self.tokenizer.decode([*before, *tokens], skip_special_tokens=skip)
         return whole[len(known) :]
 
-    async def next_turn(self, sample: Sample, request: dict[str, Any]) -> Completion:
-        """What an engine answers to a :meth:`request`, or has answered before a restart. Errors as of the client's."""
+    async def ask(self, sample: Sample, request: dict[str, Any], begun: int = 0) -> Completion:
+        """What engines answer to a :meth:`request`, where the last ``begun`` tokens are of the same response.
+
+        Raises what :meth:`EngineClient.generate` raises.
+        """
+        done = await self.client.generate(sample.tokens, **request)
+        stops = stop_texts(request["sampling_params"])
+        if not stops or self.tokenizer is None or not (begun or done.cuts):
+            return done
+        before = sample.tokens[len(sample.tokens) - begun :]
+        return done.up_to_stop(before, stops, functools.partial(self.tokenizer.decode, skip_special_tokens=False))
+
+    async def next_turn(self, sample: Sample, request: dict[str, Any], begun: int = 0) -> Completion:
+        """What :meth:`ask` gives, or has given before a restart."""
         known = None if self.turns is None else self.turns.turn(sample, request)
         if known is not None:
             return known
-        done = await self.client.generate(sample.tokens, **request)
+        done = await self.ask(sample, request, begun)
         if self.turns is not None:
             self.turns.add_turn(sample, request, done)
         return done
@@ -271,7 +284,7 @@ async def generate_sample(sample: Sample, context: GenerationContext) -> list[Sa
     if not room:
         sample.status = Status.TRUNCATED
         return [sample]
-    done = await context.client.generate(sample.tokens, **context.request(sample, room=room))
+    done = await context.ask(sample, context.request(sample, room=room), sample.response_length)
     _extend(sample, done, context)
     return [sample]
 

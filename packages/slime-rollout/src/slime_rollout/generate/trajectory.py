@@ -142,7 +142,7 @@ class Trajectory:
             sample.status = Status.ABORTED
         elif room > 0:
             request = self._context.request(sample, turn, room=room, changes=changes)
-            self.last = done = await self._context.next_turn(sample, request)
+            self.last = done = await self._context.next_turn(sample, request, begun)
             if done.tokens:
                 sample.append_response(
                     done.tokens,
