@@ -154,6 +154,18 @@ def test_host_memory_of_frozen_and_sleeping_models_is_compared_where_it_is_known
         check_phases(less, [host_phase(settings, less, trainer, 8)])
 
 
+def test_evaluation_alone_takes_weights_and_no_critic():
+    case = {"model": "llama3-8B", "device": "h100", "gpus": 8, "tokens": 1024, "critic": True, "flags": {}}
+    trains = settings_of(case)
+    evaluates = dataclasses.replace(trains, run=dataclasses.replace(trains.run, num_rollout=0))
+    given = {"tokens": 1024, "micro_batches": 1, "overrides": {}}
+    before, after = (
+        trainer_memory(settings, shape_of("llama3-8B"), DEVICES["h100"], **given) for settings in (trains, evaluates)
+    )
+    assert min(before.gradients, before.optimizer, before.critic) > 0
+    assert (after.gradients, after.optimizer, after.critic, after.weights) == (0, 0, 0, before.weights)
+
+
 def test_an_offloaded_optimizer_is_counted_in_host_memory():
     """Of the actor and the critic; what waits there while a trainer sleeps is weights alone."""
     case = {"model": "llama3-8B", "device": "h100", "gpus": 8, "tokens": 1024, "colocate": True, "critic": True}

@@ -515,7 +515,8 @@ class Rank(Checkpoints, EngineLayers, HostOptimizer, WeightChecks):
             storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
             return sum(storages.values())
 
-        _ = model.optimizer  # it is built when it is asked for
+        if any(param.requires_grad for chunk in model.model for param in chunk.parameters()):
+            _ = model.optimizer  # it is built when it is asked for
         return size(model.weights()), size(model.gradients()), size(model.optimizer_state())
 
     def stock_logits(self, *args, **kwargs):

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from layouts import DO, EP2, PP2, TP2_SP, VPP2
@@ -73,6 +74,39 @@ def test_of_a_critic_too_it_is_what_every_stage_holds(ranks, tiny_model, tiny_co
     for rank, held in enumerate(ranks.call("held_bytes", "critic")):
         *on_device, _ = dataclasses.astuple(stages[rank * len(stages) // world])
         assert held == pytest.approx(tuple(on_device), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "values", [{}, {"bf16": True, "use_distributed_optimizer": True}, {"lora_rank": 4}, PP2], ids=str
+)
+def test_a_worker_that_only_evaluates_holds_weights_alone(
+    ranks, tiny_model, tiny_config, make_samples, make_shards, values, tmp_path
+):
+    """No critic either. It continues a checkpoint with the weights, and computes what the one that trains does."""
+    model, world = tiny_model("qwen3/4"), values.get("pipeline_model_parallel_size", 1)
+    config = tiny_config(load=model.checkpoint, save=str(tmp_path), lr=1e-3, **values)
+    shards = make_shards(make_samples(groups=2))
+    algorithm = AlgorithmConfig(advantage_estimator="ppo")
+    ranks.start(world, config, model.shape, algorithm)
+    ranks.call("train", shards)
+    checkpoint = ranks.call("save", 0)[0]
+    expected, trains = ranks.first("forward", shards), ranks.call("held_bytes")
+    ranks.start(world, config, model.shape, algorithm, only_evaluates=True, resume_from=checkpoint)
+    assert ranks.iteration == 0
+    held = ranks.call("held_bytes")
+    assert [one[0] for one in held] == pytest.approx([one[0] for one in trains], rel=0.01)  # a buffer is padded
+    assert all(one[1:] == (0, 0) for one in held) and all(min(one[1:]) > 0 for one in trains)
+    roles = ranks.call("role_bytes")
+    assert [[one[0]] for one in held] == roles
+    for mine, theirs in zip(ranks.first("forward", shards), expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=5e-6)  # weights that lie elsewhere round otherwise
+    stages = stages_memory(model.shape, config, world, only_evaluates=True)
+    assert {(own.gradients, own.optimizer, own.host) for own in stages} == {(0, 0, 0)}
+    assert max(one[0] for one in held) == pytest.approx(max(own.weights for own in stages), rel=0.02)
+    ranks.call("sleep")
+    ranks.call("wake")
+    assert ranks.call("role_bytes") == roles
+    assert "start the worker without only_evaluates" in ranks.first("error_of_training", shards)
 
 
 def test_a_critic_has_a_head_of_one_row(tiny_model):

@@ -467,7 +467,8 @@ def check_roles_fit(settings: Settings, shape: ModelShape, overrides: Overrides)
         return  # its memory is unknown
     # A CPU's memory is the machine's.
     available = device.memory // (settings.cluster.actor_num_gpus_per_node if device.is_cpu else 1)
-    roles = ["actor", "critic"] if settings.algorithm.needs_critic else ["actor"]
+    evaluates = settings.only_evaluates
+    roles = ["actor", "critic"] if settings.algorithm.needs_critic and not evaluates else ["actor"]
     held = {
         role: stages_memory(
             shape,
@@ -475,6 +476,7 @@ def check_roles_fit(settings: Settings, shape: ModelShape, overrides: Overrides)
             settings.cluster.actor_gpus,
             value_head=role == "critic" or settings.algorithm.loss_type == "rm_loss",
             on_gpu=not device.is_cpu,
+            only_evaluates=evaluates,
         )
         for role in roles
     }

@@ -64,6 +64,7 @@ from slime_rollout.engine import EngineRestartsError
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.transports import Route, in_words, transports
 from slime_rollout.generation_service import TURNS_FILE, GenerationSpec
+from slime_rollout.hooks import hook_args_of
 
 GIVE_UP_SECONDS = 30.0  # to leave an update of weights that an engine does not answer
 
@@ -319,6 +320,8 @@ def trainer_spec(checked: Checked, settings: Settings, resume_from: Path | None,
         take_turns=settings.trainer_sleeps,
         most_behind=settings.rollout.selection.most_behind,
         weights_first=settings.generates and not settings.trainer_sleeps,
+        args=hook_args_of(settings.rollout, settings.flags()),
+        only_evaluates=settings.only_evaluates,
     )
 
 

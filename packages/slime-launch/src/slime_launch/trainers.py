@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slime_core.config import AlgorithmConfig
+from slime_core.hooks import HookArgs
 from slime_core.interfaces import TrainerWorker, WeightChannel
 from slime_core.types import Rendezvous, SleepReport, SyncReport, TrainReport, TrainShard, WeightUpdate
 from slime_launch.calls import Call, Question, Watch, Worker, gather, prepare
@@ -51,6 +52,8 @@ class TrainerSpec(NamedTuple):
     take_turns: bool = False
     most_behind: int = 1
     weights_first: bool = False
+    args: HookArgs | None = None
+    only_evaluates: bool = False
 
 
 class Shards(NamedTuple):
@@ -133,6 +136,8 @@ class TrainerRank:
             take_turns=spec.take_turns,
             most_behind=spec.most_behind,
             weights_first=spec.weights_first,
+            args=spec.args,
+            only_evaluates=spec.only_evaluates,
         )
 
     def call(self, verb: str, *arguments: Any) -> Any:

@@ -379,6 +379,28 @@ class MegatronConfig(RateConfig, needs=TRAINERS):
         may_change=True,
     )
 
+    custom_megatron_init_path: str | None = flag(
+        None,
+        metavar="PATH",
+        help="function (args) that each trainer rank calls before it builds its models",
+        may_change=True,
+    )
+    custom_megatron_before_log_prob_hook_path: str | None = flag(
+        None,
+        metavar="PATH",
+        help="function (args, model, store_prefix) that each trainer rank calls before it computes log-probs",
+        may_change=True,
+        needs=(TRAINERS, given("loss_type", "policy_loss", "custom_loss", "dpo_loss")),
+    )
+    custom_megatron_before_train_step_hook_path: str | None = flag(
+        None,
+        metavar="PATH",
+        help="function (args, rollout_id, step_id, model, optimizer, opt_param_scheduler) that each trainer rank calls "
+        "before the gradients of an optimizer step",
+        may_change=True,
+        needs=UPDATES,
+    )
+
     attention_dropout: float = _only(
         0.0, "dropout of attention weights; only 0 is supported (Megatron has 0.1)", _EXACT
     )

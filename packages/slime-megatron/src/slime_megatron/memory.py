@@ -33,15 +33,10 @@ class RoleMemory:
         return self.weights + self.gradients + self.optimizer
 
 
-def stages_memory(
-    shape: ModelShape, config: MegatronConfig, world_size: int, *, value_head: bool = False, on_gpu: bool = False
-) -> list[RoleMemory]:
-    """The memory of each pipeline stage of a role; a ``value_head`` has the place of the output layer.
-
-    On a GPU, ``--optimizer-cpu-offload`` has its part elsewhere.
-    """
+def stages_memory(shape: ModelShape, config: MegatronConfig, world_size: int, **how: bool) -> list[RoleMemory]:
+    """The memory of each pipeline stage of a role, as of :func:`stage_memory`."""
     stages = range(config.pipeline_model_parallel_size)
-    return [stage_memory(shape, config, world_size, stage, value_head=value_head, on_gpu=on_gpu) for stage in stages]
+    return [stage_memory(shape, config, world_size, stage, **how) for stage in stages]
 
 
 def check_memory(roles: Mapping[str, Sequence[RoleMemory]], available: int, *, take_turns: bool) -> None:
@@ -90,13 +85,17 @@ def stage_memory(
     *,
     value_head: bool = False,
     on_gpu: bool = False,
+    only_evaluates: bool = False,
 ) -> RoleMemory:
-    """The memory of one pipeline stage."""
+    """The memory of one pipeline stage; a ``value_head`` has the place of the output layer.
+
+    On a GPU, ``--optimizer-cpu-offload`` has its part elsewhere. What ``only_evaluates`` has weights alone.
+    """
     weights = gradients = optimizer = host = 0
     offloaded = config.offload_fraction if on_gpu else 0.0
     for count, is_trained, copies in _numbers(shape, config, world_size, stage, value_head):
         weights += count * (2 if config.bf16 else 4)  # the routers' few fp32 biases count like the others
-        if is_trained:
+        if is_trained and not only_evaluates:
             gradients += 4 * count
             kept = count * (12 if config.bf16 else 8)
             own = math.ceil(kept / copies) if config.use_distributed_optimizer else kept

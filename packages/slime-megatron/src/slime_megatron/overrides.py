@@ -13,6 +13,7 @@ from typing import Any
 from slime_core.errors import ConfigError
 from slime_core.flags import collected_problems
 from slime_megatron.config import MegatronConfig
+from slime_megatron.trainer_hooks import HOOKS
 
 TRAINED = ("actor", "critic")
 """Roles with an optimizer, whose settings may be overridden."""
@@ -21,9 +22,10 @@ _SHARED = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
     *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"),
     *("micro_batch_size", "global_batch_size", "use_dynamic_batch_size", "max_tokens_per_gpu", "share_prompts"),
+    *HOOKS,
     *("deterministic_mode", "megatron_args", "trainer_threads", "distributed_timeout_minutes"),
 )
-"""The layout, the micro-batches, and what is the process's."""
+"""The layout, the micro-batches, the hooks, and what is the process's."""
 
 _CHOSEN = (
     *("lora_rank", "lora_alpha", "lora_target_modules"),

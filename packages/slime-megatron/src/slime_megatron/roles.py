@@ -53,13 +53,15 @@ class TrainedModel:
         frozen: Mapping[str, Path | None] | None = None,
         keep_versions: int | None = None,
         room: Path = Path(),
+        only_evaluates: bool = False,
     ) -> None:
         """Build the model with ``source``'s weights; random ones without it, unless it is ``resumed`` later.
 
         Weights of the ``frozen`` roles come from their directories; without one they are these first weights. On a CPU
-        what :meth:`sleep` takes waits in a file in ``room``.
+        what :meth:`sleep` takes waits in a file in ``room``. A model that ``only_evaluates`` has no gradients and no
+        optimizer.
         """
-        self.config, self.shape = config, shape
+        self.config, self.shape, self._only_evaluates = config, shape, only_evaluates
         seed_everything(config.seed)
         self.model = build_model(
             shape, config, device, random_weights=source is None and not resumed, value_head=value_head
@@ -79,16 +81,23 @@ class TrainedModel:
         }
         self.versions = None if keep_versions is None else KeptVersions(self.model, keep_versions)
         freeze_weights(self.model, config)
+        if only_evaluates:
+            for chunk in self.model:
+                chunk.requires_grad_(False)
         self.wrapped = wrap_model(self.model, shape, config, device)
         self._device = device
         self._memory = MemoryState("a model")
         self._weights, self._optimizer_state = (WaitingRoom(device, room) for _ in range(2))
-        if not device.is_cpu:
+        if not (device.is_cpu or only_evaluates):
             _ = self.optimizer  # a GPU has room for it, or this is the time to say so
 
     @functools.cached_property
     def _optimizer(self) -> tuple[Any, Any]:
         """Optimizer and schedule. The first rollout does without: they are built when one is first asked for."""
+        if self._only_evaluates:
+            raise ConfigError(
+                "this model was built to evaluate alone; start the worker without only_evaluates to train"
+            )
         optimizer = build_optimizer(self.wrapped, self.shape, self.config, self._device)
         return optimizer, build_scheduler(optimizer, self.config)  # which sets the rate of the first step
 
@@ -208,6 +217,8 @@ class TrainedModel:
             self.update_frozen("reference")
         if self.versions is not None:
             self._load_versions(self.versions, found)
+        if self._only_evaluates:
+            return self.load_weights(directory)[0]
         return load_checkpoint(found, self.config, self.shape, self.model, self.optimizer, self.scheduler)
 
     def _load_versions(self, versions: KeptVersions, found: CheckpointInfo) -> None:

@@ -11,11 +11,13 @@ from slime_convert.shape import ModelShape
 from slime_core.config import AlgorithmConfig
 from slime_core.effects import refusals
 from slime_core.errors import ConfigError
-from slime_core.flags import flag_specs, flag_values
+from slime_core.flags import Config, flag_specs, flag_values
+from slime_core.hooks import HookArgs
 from slime_core.importing import without_collections, without_packages
 from slime_core.types import Rendezvous
 from slime_core.user_functions import load_function
 from slime_megatron.config import MegatronConfig, flag_name
+from slime_megatron.trainer_hooks import HOOKS, TrainerHooks
 
 if TYPE_CHECKING:
     from slime_core.ops import AdvantageEstimator
@@ -33,7 +35,9 @@ def check_algorithm(algorithm: AlgorithmConfig, config: MegatronConfig | None = 
     """
     if config is not None and (problems := list(_unused(algorithm, config))):
         raise ConfigError("\n".join(problems))
-    found = {name: load_given(algorithm, name) for name in given_functions(algorithm)}
+    found = _loaded(algorithm)
+    if config is not None:
+        _loaded(config)
     return found.get("custom_advantage_function_path")
 
 
@@ -44,18 +48,23 @@ FUNCTIONS: Mapping[str, tuple[str, ...] | None] = {
         *("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss"),
     ),
     "custom_advantage_function_path": ("inputs",),
+    **HOOKS,
 }
-"""User-defined functions of the algorithm by the setting that names them, and the arguments that are checked."""
+"""User-defined functions by the setting that names them, and the arguments that are checked."""
 
 
-def given_functions(algorithm: AlgorithmConfig) -> list[str]:
-    """Settings of the algorithm that name a user-defined function."""
-    return [name for name in FUNCTIONS if getattr(algorithm, name) is not None]
+def given_functions(config: Config) -> list[str]:
+    """Settings of the algorithm, or of the trainer, that name a user-defined function."""
+    return [name for name in FUNCTIONS if getattr(config, name, None) is not None]
 
 
-def load_given(algorithm: AlgorithmConfig, name: str) -> Any:
+def load_given(config: Config, name: str) -> Any:
     """The function that a setting names; raises `ConfigError` if it cannot be used."""
-    return load_function(getattr(algorithm, name), flag_name(name), arguments=FUNCTIONS[name])
+    return load_function(getattr(config, name), flag_name(name), arguments=FUNCTIONS[name])
+
+
+def _loaded(config: Config) -> dict[str, Any]:
+    return {name: load_given(config, name) for name in given_functions(config)}
 
 
 def _unused(algorithm: AlgorithmConfig, config: MegatronConfig) -> Iterator[str]:
@@ -78,6 +87,8 @@ def start_worker(
     take_turns: bool = False,
     most_behind: int = 1,
     weights_first: bool = False,
+    args: HookArgs | None = None,
+    only_evaluates: bool = False,
 ) -> MegatronWorker:
     """Select this process's device, which must happen before Megatron is imported, and build its worker.
 
@@ -98,6 +109,8 @@ def start_worker(
             weights that are older.
         weights_first: Of ``resume_from`` load the weights alone for now, which is enough to push them; the rest comes
             with ``finish_loading``, or with the first call that needs it.
+        args: What the trainer's hooks get as ``args``; the settings of ``config`` and ``algorithm`` unless given.
+        only_evaluates: Nothing is trained: there is no critic, and no gradient or optimizer takes memory.
 
     Raises:
         ConfigError: The shape or the number of ranks does not fit the parallel sizes, no reference is named, the loss
@@ -128,4 +141,6 @@ def start_worker(
         take_turns=take_turns,
         most_behind=most_behind,
         weights_first=weights_first,
+        hooks=TrainerHooks(_loaded(config), args or HookArgs.from_configs(config, algorithm)),
+        only_evaluates=only_evaluates,
     )

@@ -54,6 +54,7 @@ from slime_megatron.roles import TrainedModel
 from slime_megatron.step import Head, ValueReader, forward_backward, forward_values
 from slime_megatron.sync import WeightExport, push_weights
 from slime_megatron.timer import PhaseTimer, reset_peak_memory
+from slime_megatron.trainer_hooks import BEFORE_LOG_PROBS, BEFORE_TRAIN_STEP, INIT, PREFIXES, TrainerHooks
 from slime_megatron.weight_sums import WeightSums
 
 logger = logging.getLogger(__name__)
@@ -95,6 +96,8 @@ class MegatronWorker:
         take_turns: bool,
         most_behind: int,
         weights_first: bool,
+        hooks: TrainerHooks,
+        only_evaluates: bool,
     ) -> None:
         self.config = config
         self._output_dir = Path(output_dir)
@@ -107,22 +110,15 @@ class MegatronWorker:
         self._device = device
         self._loss = loss_of(algorithm)
         self._estimator = estimator
+        self._hooks = hooks
         if "critic" in overrides and not algorithm.needs_critic:
             raise ConfigError("overrides of the role critic: there is none; add --advantage-estimator ppo")
-        self._takes_turns = take_turns and algorithm.needs_critic
-        roles = {role: self._own(role, overrides) for role in ("actor", "critic")[: 1 + algorithm.needs_critic]}
-        held = {
-            role: stages_memory(
-                shape,
-                own,
-                rendezvous.world_size,
-                value_head=role == "critic" or self._loss.value_head,
-                on_gpu=not device.is_cpu,
-            )
-            for role, own in roles.items()
-        }
-        check_memory(held, device.memory_bytes, take_turns=self._takes_turns)
+        self._takes_turns = take_turns and algorithm.needs_critic and not only_evaluates
+        names: tuple[str, ...] = ("actor", "critic") if algorithm.needs_critic and not only_evaluates else ("actor",)
+        roles = {role: self._own(role, overrides) for role in names}
+        self._check_memory(roles, rendezvous.world_size, only_evaluates)
         join_ranks(config, rendezvous, device)
+        hooks(INIT)
         resumed = resume_from is not None
         source = None if resumed else config.load or config.ref_load
         self._actor = TrainedModel(
@@ -133,8 +129,9 @@ class MegatronWorker:
             value_head=self._loss.value_head,
             frozen=self._frozen_sources(resume_from),
             resumed=resumed,
-            keep_versions=most_behind if algorithm.keep_old_actor else None,
+            keep_versions=most_behind if algorithm.keep_old_actor and not only_evaluates else None,
             room=self._output_dir,
+            only_evaluates=only_evaluates,
         )
         self._critic: TrainedModel | None = None
         if (critic := roles.get("critic")) is not None:
@@ -166,6 +163,21 @@ class MegatronWorker:
         check_fits(own, self.shape)
         check_arguments(self.shape, own, self._device)
         return own
+
+    def _check_memory(self, roles: Mapping[str, MegatronConfig], world_size: int, only_evaluates: bool) -> None:
+        """Refuse roles that the device does not hold."""
+        held = {
+            role: stages_memory(
+                self.shape,
+                own,
+                world_size,
+                value_head=role == "critic" or self._loss.value_head,
+                on_gpu=not self._device.is_cpu,
+                only_evaluates=only_evaluates,
+            )
+            for role, own in roles.items()
+        }
+        check_memory(held, self._device.memory_bytes, take_turns=self._takes_turns)
 
     def _turn_of(self, role: TrainedModel) -> None:
         """Have all of a role in device memory and, if roles take turns, nothing of the other."""
@@ -239,21 +251,23 @@ class MegatronWorker:
         if self.config.save_debug_train_data is not None:
             write_train_data(self.config.save_debug_train_data, shard, plans)
         steps, sums = [{"global_batch_size": float(plan.step.global_trajectories)} for plan in plans], None
+        places = [(shard.rollout_id, number) for number in range(len(plans))]
         if self._actor.versions is not None:
             self._turn_of(self._actor)
             self._actor.versions.before_training()
         if self._critic is not None:
             self._turn_of(self._critic)
             self._critic.begin_rollout()
-            for plan, metrics in zip(plans, steps, strict=True):
-                found = self._optimize(self._critic, CRITIC_LOSS, plan, ValueReader(), timer)
+            for place, plan, metrics in zip(places, plans, steps, strict=True):
+                found = self._optimize(self._critic, CRITIC_LOSS, place, plan, ValueReader(), timer)
                 metrics |= {f"critic-{name}": value for name, value in found.items()}
         if self._critic is None or shard.rollout_id >= self.config.num_critic_only_steps:
             self._turn_of(self._actor)
             self._actor.begin_rollout()
             shown = ShownSamples()
-            for plan, metrics in zip(plans, steps, strict=True):
-                metrics |= self._optimize(self._actor, self._loss, plan, self._head(shard.temperature), timer, shown)
+            head = self._head(shard.temperature)
+            for place, plan, metrics in zip(places, plans, steps, strict=True):
+                metrics |= self._optimize(self._actor, self._loss, place, plan, head, timer, shown)
             shown.write(self._output_dir / "samples", shard.rollout_id)
             with timer.phase("weight_sums"):
                 self._sums = self._sums or WeightSums(self._actor.model)
@@ -534,24 +548,28 @@ class MegatronWorker:
             records=replays and self.config.use_routing_replay,
         )
         with timer.phase(phase), self._model(role) as model:
+            if role != "critic":
+                self._hooks(BEFORE_LOG_PROBS, model, PREFIXES.get(str(role), ""))
             return forward_values(model, packed, batches, head)
 
     def _optimize(
         self,
         role: TrainedModel,
         loss: Loss,
+        place: tuple[int, int],
         plan: StepPlan,
         head: Head | ValueReader,
         timer: PhaseTimer,
         shown: ShownSamples | None = None,
     ) -> dict[str, float]:
-        """One optimizer step, and its metrics."""
+        """One optimizer step, and its metrics. Its ``place``: the rollout, and its number among the rollout's steps."""
         see = None if shown is None or loss.value_head else shown.see
         replays = role is self._actor
         prefix = "critic_" if role is self._critic else ""
         with role.undone_on_error():
             with timer.phase(f"{prefix}forward_backward"):
                 role.zero_gradients()
+                self._hooks(BEFORE_TRAIN_STEP, *place, role.wrapped, role.optimizer, role.scheduler)
                 batches = [planned.batch for planned in plan.batches]
                 # Adapters cost little; the base's weights have no gradient.
                 passes = 3 if role.config.lora is None else 2

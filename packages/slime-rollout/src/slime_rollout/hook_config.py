@@ -27,7 +27,8 @@ TIMED_HOOKS = any_given(
 HOOKS = TIMED_HOOKS | any_given(
     *("custom_generate_function_path", "rollout_function_path", "eval_function_path", "custom_rm_path", "eval_config"),
     *("custom_loss_function_path", "custom_advantage_function_path", "custom_tis_function_path"),
-    *("custom_pg_loss_reducer_function_path",),
+    *("custom_pg_loss_reducer_function_path", "custom_megatron_init_path"),
+    *("custom_megatron_before_log_prob_hook_path", "custom_megatron_before_train_step_hook_path"),
 )
 
 

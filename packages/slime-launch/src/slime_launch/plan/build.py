@@ -201,12 +201,13 @@ def _derived(settings: Settings, batch: Batch | None) -> dict[str, Any]:
 
 def _hooks(settings: Settings, problems: Problems) -> list[str]:
     """The names of custom functions, of generation and of the algorithm, that load; others are among the problems."""
-    algorithm, found = settings.algorithm, dict[str, Callable[[], Any]]()
+    found = dict[str, Callable[[], Any]]()
     with importing_hooks():
         for hook in (problems.attempt(given_hooks, settings.rollout) or []) if settings.generates else ():
             found[hook.name] = functools.partial(_load_hook, hook, settings)
-        for name in given_functions(algorithm) if settings.trains else ():
-            found[f"{flag_name(name)} {getattr(algorithm, name)}"] = functools.partial(load_given, algorithm, name)
+        for config in (settings.algorithm, settings.megatron) if settings.trains else ():
+            for name in given_functions(config):
+                found[f"{flag_name(name)} {getattr(config, name)}"] = functools.partial(load_given, config, name)
         return [name for name, load in found.items() if _loads(load)]
 
 

@@ -86,7 +86,8 @@ def trainer_memory(
     megatron, world = settings.megatron, settings.cluster.actor_gpus
     on_gpu, passes = not device.is_cpu, phase != "send weights"
     actor = role_config(megatron, "actor", overrides)
-    critic = role_config(megatron, "critic", overrides) if settings.algorithm.needs_critic else None
+    trains = not settings.only_evaluates
+    critic = role_config(megatron, "critic", overrides) if settings.algorithm.needs_critic and trains else None
     scores = settings.algorithm.loss_type == "rm_loss"  # it has a value head
 
     alone = actor.tensor_model_parallel_size * actor.pipeline_model_parallel_size
@@ -94,7 +95,7 @@ def trainer_memory(
     in_copy = in_copy and not actor.overlaps_gradients(on_gpu)  # then it is a bucket's
 
     def of(stage: int) -> TrainerMemory:
-        own = stage_memory(shape, actor, world, stage, value_head=scores, on_gpu=on_gpu)
+        own = stage_memory(shape, actor, world, stage, value_head=scores, on_gpu=on_gpu, only_evaluates=not trains)
         second = critic and stage_memory(shape, critic, world, stage, value_head=True, on_gpu=on_gpu)
         other, offloaded = (second.total, own.host + second.host) if second else (0, own.host)
         activations = activation_memory(
