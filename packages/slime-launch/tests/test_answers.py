@@ -15,9 +15,25 @@ UPSTREAM = (Path(__file__).parent / "data" / "upstream_flags.txt").read_text().s
 
 
 def test_every_flag_of_upstream_has_an_answer():
-    assert len(UPSTREAM) == len(set(UPSTREAM)) == 229
+    assert len(UPSTREAM) == len(set(UPSTREAM)) == 237
     without = [name for name in UPSTREAM if upstream_answer(name, KNOWN) is None and "sglang" not in name]
     assert without == []
+
+
+def test_flags_of_upstream_that_are_not_here_are_answered_in_a_line_each(flags, to_words):
+    """By `train` itself, not by `migrate` alone: said to have no effect, or refused with what to use instead."""
+    missing = {name for name in UPSTREAM if name not in KNOWN and "sglang" not in name}
+    accepted = {f"--{name}" for name in table()["no-effect"]} - {"--model-name"}  # whose value must be a family
+    values = {"--train-backend": ["megatron"], "--distributed-backend": ["nccl"]}
+    own = {name: [name, *values.get(name, ["1"])] for name in sorted(missing - {"--model-name"})}
+    refused = own.keys() - accepted
+    with pytest.raises(FlagError) as caught:
+        parse_train([*to_words(flags), *(word for name in sorted(refused) for word in own[name])])
+    lines = str(caught.value).splitlines()
+    assert [line.split()[0] for line in lines] == sorted(refused)
+    assert all(": " in line and "see --help" not in line and "did you mean" not in line for line in lines)
+    [note] = parse_train([*to_words(flags), *(word for name in accepted & missing for word in own[name])]).notes
+    assert all(f"{name} (" in note for name in accepted & missing)
 
 
 def test_a_flag_that_is_built_is_the_same_whatever_the_table_says():
