@@ -36,6 +36,27 @@ def test_flags_of_upstream_that_are_not_here_are_answered_in_a_line_each(flags, 
     assert all(f"{name} (" in note for name in accepted & missing)
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--rm-type", "ifbench"], "--custom-rm-path"),
+        (["--rm-type", "geo3k"], "--custom-rm-path"),
+        (["--advantage-estimator", "opo"], "--custom-reward-post-process-path"),
+        (["--advantage-estimator", "gpg"], "--custom-reward-post-process-path"),
+        (["--advantage-estimator", "remax"], "take rloo"),
+        (["--loss-type", "sapo"], "--custom-loss-function-path"),
+        (["--loss-type", "clip_cov"], "--custom-loss-function-path"),
+    ],
+    ids=" ".join,
+)
+def test_a_name_that_other_libraries_know_is_answered_with_what_to_give(flags, to_words, given, told):
+    with pytest.raises(FlagError) as caught:
+        parse_train([*to_words({name: value for name, value in flags.items() if name != given[0]}), *given])
+    [line] = [line for line in str(caught.value).splitlines() if line.startswith(given[0])]
+    _, _, advice = line.partition("; ")
+    assert given[1] in advice and told in advice
+
+
 def test_a_flag_that_is_built_is_the_same_whatever_the_table_says():
     assert upstream_answer("--use-wandb", {"--use-wandb"}).outcome is Outcome.SAME
     assert upstream_answer("--enable-mtp-training", {}).outcome is Outcome.NOT_BUILT

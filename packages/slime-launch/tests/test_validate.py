@@ -281,6 +281,16 @@ def test_eval_interval_needs_held_out_prompts():
         check_settings(settings(batch=256, eval_interval=5))
 
 
+def test_a_teacher_at_another_temperature_than_the_policy_is_told():
+    """A server gives prompt log-probs at temperature 1 alone; the trainer computes a teacher's at the rollouts'."""
+    server = {"use_opd": None, "opd_type": "sglang", "rm_url": "http://teacher:30000"}
+    [line] = notices(settings(rollout_temperature=0.6, **server))
+    assert line.startswith("--rollout-temperature 0.6: ") and "by 0.34 nats a token" in line
+    assert notices(settings(**server)) == []
+    trainer = {"use_opd": None, "opd_type": "megatron", "opd_teacher_load": "big"}
+    assert notices(settings(rollout_temperature=0.6, **trainer)) == []
+
+
 def test_distillation_needs_a_teacher_and_a_teacher_distillation():
     teacher = {"opd_type": "sglang", "rm_url": "http://teacher:30000"}
     check_settings(settings(use_opd=None, **teacher))

@@ -11,6 +11,15 @@ from slime_core.needs import LAGS, TRAINS, given, unless
 ESTIMATORS = ("grpo", "gspo", "cispo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo")
 """The estimators by name. A user-defined one has no name but a function: see :mod:`slime_core.ops.advantages`."""
 
+OTHER_ESTIMATORS = (
+    "opo, gpg and pass@k are rewards normalized otherwise, by a function: --custom-reward-post-process-path; in "
+    "place of remax, which has a greedy response of each prompt for a baseline, take rloo"
+)
+OTHER_LOSSES = (
+    "sapo, gmpo, clip_cov and kl_cov are a function of yours: custom_loss with --custom-loss-function-path; gspo and "
+    "cispo are values of --advantage-estimator"
+)
+"""What is said to those who ask for what other libraries have."""
 GROUP_RELATIVE = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "rloo")
 """Those that give a group of one sample an advantage of 0."""
 
@@ -190,6 +199,7 @@ class AlgorithmConfig(OffPolicyConfig, needs=POLICY):
         help="what a step minimises: the policy gradient on generated samples; on rows of --prompt-data, the "
         "cross-entropy of conversations (sft), DPO or a reward model's loss of preference pairs; or a custom loss",
         needs=TRAINS,
+        advice=OTHER_LOSSES,
     )
     custom_loss_function_path: str | None = flag(
         None,
@@ -202,7 +212,9 @@ class AlgorithmConfig(OffPolicyConfig, needs=POLICY):
         help="a custom loss takes no advantages; those on rows of a data set never do",
         needs=(TRAINS, unless("loss_type", "policy_loss")),
     )
-    advantage_estimator: str = flag("grpo", choices=ESTIMATORS, help="how rewards become advantages", needs=ADVANTAGES)
+    advantage_estimator: str = flag(
+        "grpo", choices=ESTIMATORS, help="how rewards become advantages", needs=ADVANTAGES, advice=OTHER_ESTIMATORS
+    )
     custom_advantage_function_path: str | None = flag(
         None,
         metavar="PATH",
