@@ -24,6 +24,16 @@ async def chat(args, samples, evaluation=False):
 
 def score(args, sample): return float(sample.response == "6 * 7?go on42")
 def fails(args, sample): raise ValueError(args.rm_timeout)
+
+def parts(args, sample):
+    sample.metadata["seen"] = len(sample.response)
+    return {"score": 1.0, "valid": "go on" in sample.response}
+
+def log(rollout_id, args, samples, extra_metrics, seconds):
+    assert {sample.metadata["seen"] for sample in samples} and {sample.reward["score"] for sample in samples} == {0, 1}
+    extra_metrics["valid"] = sum(sample.reward["valid"] for sample in samples) / len(samples)
+
+def keeps(args, samples): return any(sample.reward["valid"] for sample in samples)
 """
 
 
@@ -67,6 +77,57 @@ def test_hooks_are_called(run):
     assert code == 2 and re.search(
         r"^wrong  --custom-rm-path own_hooks.fails raised ValueError for sample \d: 7.0", out[0]
     )
+
+
+def test_hooks_that_come_later_get_what_those_before_them_have_made(run):
+    """The turns of the generate function, the metadata and all parts of the reward, with unequal rewards."""
+    own = ["--custom-generate-function-path", "own_hooks.turns", "--custom-rm-path", "own_hooks.parts"]
+    later = ["--custom-rollout-log-function-path", "own_hooks.log", "--dynamic-sampling-filter-path", "own_hooks.keeps"]
+    code, out, err = run("--run", "--reply", "6 * 7?", "--reply", "42", *own, *later, "--reward-key", "score")
+    assert (code, err, len(out)) == (0, [], 4), (out, err)
+    assert any("it added valid" in line for line in out) and any("keeps rewards 0 and 1, keeps" in line for line in out)
+
+
+def test_a_built_in_rule_gives_later_hooks_all_parts_of_its_reward(run):
+    Path("own_log.py").write_text(
+        "def log(rollout_id, args, samples, extra_metrics, seconds):\n"
+        "    extra_metrics['right'] = sum(sample.reward['acc'] for sample in samples)\n"
+    )
+    rule = ["--rm-type", "dapo", "--reward-key", "score"]
+    code, out, err = run("--run", *rule, "--custom-rollout-log-function-path", "own_log.log")
+    assert (code, err) == (0, []) and "it added right" in out[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--custom-rm-path", "own_hooks.score"], "--reply is given 2 times, and .* more than 1 turn;"),
+        (["--buffer-filter-path", "slime_rollout.data.pop_first"], "--reply is given 2 times, and nobody asked it;"),
+    ],
+)
+def test_replies_that_nobody_hears_are_refused(run, words, why):
+    code, _, [line] = run("--run", "--reply", "a", "--reply", "b", *words)
+    assert code == 2 and re.search(why, line)
+
+
+def test_a_run_file_names_the_hooks_and_what_they_are_checked_with(run):
+    text = """
+custom-rm-path = "own_hooks.fails"
+rm-timeout = 7
+group-rm = false
+lr = 1e-6
+sglang-mem-fraction-static = 0.5
+"""
+    Path("run.toml").write_text(text)
+    code, out, _ = run("--run", "--config", "run.toml")
+    assert code == 2 and "raised ValueError for sample" in out[1] and out[1].split(": ")[-1].startswith("7.0")
+    assert out[0] == (
+        "note   run.toml: 2 of its flags are not a rollout's and not looked at: --lr, --sglang-mem-fraction-static"
+    )
+    code, out, _ = run("--run", "--config", "run.toml", "--custom-rm-path", "own_hooks.score")
+    assert code == 0 and "own_hooks.score" in out[1] and len(out) == 2  # the command line wins
+    code, _, [line] = run("--config", "nothing.toml")
+    assert code == 2 and "--config nothing.toml does not exist" in line
 
 
 def test_with_a_model_and_prompts_of_ones_own(run, tokenizer_dir, write_rows):

@@ -13,8 +13,10 @@ from typing import Any, NoReturn
 from slime_core.errors import ConfigError, SlimeError
 from slime_core.flags import FlagSpec, flag_specs
 from slime_core.hooks import HookArgs
+from slime_core.words import counted
 from slime_rollout.config import RolloutConfig
 from slime_rollout.hooks import HOOKS, GivenHook, given_hooks, hook_args_of
+from slime_rollout.run_file import FLAG, read_run_file, words_of
 
 CHECK_HOOKS = """\
 Find the hooks that the flags name, and check that each takes the arguments it will be called with.
@@ -35,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns 0, 2 if a hook or the command is invalid, or 130 if it was interrupted."""
     sys.path.insert(0, str(Path.cwd()))  # where `--custom-rm-path my_module.fn` is looked for
     try:
-        given = vars(_parser().parse_args(argv))
+        given = vars(_parser().parse_args(with_run_file(sys.argv[1:] if argv is None else argv)))
         command: Callable[[dict[str, Any]], int] = given.pop("command")
         return command(given)
     except SlimeError as error:
@@ -49,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def check_hooks_command(given: dict[str, Any]) -> int:
     """``slime-rollout check-hooks``: print one line for each hook; returns 2 if one cannot be used, otherwise 0."""
     options = {name: given.pop(name, None) for name in ("run", "reply", "time_limit")}
+    given.pop("config", None)  # its flags are among the words
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     config = RolloutConfig.of(**_STAND_INS | values)
     args, hooks = hook_args_of(config), given_hooks(config)
@@ -71,7 +74,38 @@ def check_hooks_command(given: dict[str, Any]) -> int:
         replies=options["reply"] or REPLIES,
         time_limit=limit,
     )
-    return max(_report(hook, lambda hook: try_hook(hook, trial)) for hook in hooks)
+    code = max(_report(hook, lambda hook: try_hook(hook, trial)) for hook in hooks)
+    said, turns = len(options["reply"] or ()), max(trial.turns, default=-1) + 1
+    if said > max(turns, 1) or (said and not turns):
+        why = f"no interaction asked the engine for more than {counted(turns, 'turn')}" if turns else "nobody asked it"
+        raise ConfigError(f"--reply is given {counted(said, 'time')}, and {why}; a further one is for a further turn")
+    return code
+
+
+def with_run_file(argv: Sequence[str]) -> list[str]:
+    """The words of ``check-hooks``, with the flags of its ``--config`` file that are a rollout's before them.
+
+    Those of trainers and engines have no part in this, and are named in a line. The command line wins over the file.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    looking = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    looking.add_argument(FLAG)
+    if argv[:1] != ["check-hooks"] or (path := looking.parse_known_args(list(argv))[0].config) is None:
+        return list(argv)
+    typed = {word.partition("=")[0] for word in argv}
+    specs, others, words = {spec.name: spec for spec in flag_specs(RolloutConfig)}, [], list[str]()
+    for name, value in read_run_file(path).items():
+        if name not in specs:
+            others.append(name)
+        elif name not in typed:
+            is_off = specs[name].is_switch and (value is False or str(value).lower() in ("false", "off", "no"))
+            is_on = specs[name].is_switch and not is_off
+            words += [] if is_off or value == [] else [name] if is_on else words_of(path, name, value)
+    if others:
+        print(f"note   {path}: {len(others)} of its flags are not a rollout's and not looked at: {', '.join(others)}")
+    return [*argv[:1], *words, *argv[1:]]
 
 
 def receive_weights(given: dict[str, Any]) -> int:
@@ -134,6 +168,7 @@ def _parser() -> argparse.ArgumentParser:
     checking.add_argument(
         "--time-limit", type=float, metavar="SECONDS", help="time limit of all calls of a hook with --run [60]"
     )
+    checking.add_argument(FLAG, metavar="FILE", help="flags of a run in TOML or YAML, as of slime-launch train")
     hook_flags = {hook.field for hook in HOOKS}
     specs = list(flag_specs(RolloutConfig))
     _add(checking.add_argument_group("hooks"), [spec for spec in specs if spec.dest in hook_flags])

@@ -21,6 +21,7 @@ from slime_core.hooks import HookArgs
 from slime_core.metrics import eval_metrics, rollout_metrics
 from slime_core.schedule import train_samples
 from slime_core.types import Group, Keep, Prompt, RolloutBatch, Sample, Status
+from slime_core.words import counted
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data import (
     Fate,
@@ -40,7 +41,6 @@ from slime_rollout.generate import (
     SamplingParams,
     make_generate,
     number_parts,
-    single_turn,
 )
 from slime_rollout.generate.context import ROLLOUT_STREAM, with_router
 from slime_rollout.generate.custom import TOKENIZED_KEY
@@ -48,7 +48,8 @@ from slime_rollout.hooks import GivenHook
 from slime_rollout.hooks.rollout_function import find_functions
 from slime_rollout.hooks.rollouts import RewardPostProcess, RolloutHooks, SampleHooks
 from slime_rollout.hooks.train_data import DataPostprocess
-from slime_rollout.rewards import make_scorer
+from slime_rollout.reward_config import REMOTE_RULES
+from slime_rollout.rewards import find_rule, make_scorer
 from slime_rollout.threads import all_of, call_within
 
 TIME_LIMIT = 60.0
@@ -78,6 +79,7 @@ class Trial:
     dataset: PromptDataset
     replies: Sequence[str]  # what the engine says, in turn
     time_limit: float  # for all calls of one hook together, in seconds
+    turns: set[int] = dataclasses.field(default_factory=set)  # of interactions, from 0, that the engine was asked for
 
     @classmethod
     def make(
@@ -147,20 +149,42 @@ def _try_generate(trial: Trial) -> str:
 
 
 def _try_reward(trial: Trial) -> str:
-    # As in a run, the custom generate function makes what is scored, if there is one.
-    samples = asyncio.run(_generate(trial, make_generate(trial.config), ROLLOUT_STREAM)).samples
-    scorer = make_scorer(trial.config, trial.args, strict=True)
+    groups = _rewarded(trial)
+    values = [str(sample.reward) for group in groups for sample in group]
+    return f"the rewards of {counted(len(values), 'response')} were {', '.join(values)}"
 
-    async def score() -> list[Any]:
-        if scorer.group_reward is not None:
-            return await scorer.group_reward(samples[: trial.size])
-        return await all_of([scorer.reward(sample) for sample in samples])
 
-    values = asyncio.run(score())
-    for sample, value in zip(samples, values, strict=False):
-        sample.reward = value
-        sample.scalar_reward(trial.config.rewards.reward_key)
-    return f"the rewards of {len(values)} responses were {', '.join(map(str, values))}"
+def _generated(trial: Trial) -> list[Group]:
+    """Groups as in a run: made by its generate function and seen by its sample hook."""
+    hooks = SampleHooks(trial.config, trial.args)
+
+    async def make() -> list[Sample]:
+        made = (await _generate_as_given(trial)).samples
+        return [await hooks(sample, evaluation=False) for sample in made]
+
+    groups: dict[int, Group] = {}
+    for sample in asyncio.run(make()):
+        groups.setdefault(sample.group_index, []).append(sample)
+    return list(groups.values())
+
+
+def _rewarded(trial: Trial) -> list[Group]:
+    """The same, scored by its custom reward."""
+    scorer, groups = make_scorer(trial.config, trial.args, strict=True), _generated(trial)
+
+    async def score() -> None:
+        # As in a run, a function of several samples gets those of several prompts, unless it is of a group.
+        for samples in groups if scorer.group_reward is not None else [[one for group in groups for one in group]]:
+            if scorer.group_reward is not None:
+                values = await scorer.group_reward(samples)
+            else:
+                values = await all_of([scorer.reward(sample) for sample in samples])
+            for sample, value in zip(samples, values, strict=True):
+                sample.reward = value
+                sample.scalar_reward(trial.config.rewards.reward_key)
+
+    asyncio.run(score())
+    return groups
 
 
 def _try_rollout(trial: Trial) -> str:
@@ -168,7 +192,7 @@ def _try_rollout(trial: Trial) -> str:
     source = make_data_source(config, trial.dataset, trial.args)
 
     async def make() -> str:
-        async with StandInEngine(trial.tokenizer, trial.replies).serve() as url:
+        async with StandInEngine(trial.tokenizer, trial.replies, trial.turns).serve() as url:
             function, eval_function = find_functions(config, with_router(trial.args, url))
             said = []
             if function is not None:
@@ -189,10 +213,10 @@ def _try_rollout(trial: Trial) -> str:
 def _try_filter(trial: Trial) -> str:
     keep, key, verdicts = make_filter(trial.config, trial.args), trial.config.rewards.reward_key, []
     for rewards in ((0.0, 1.0), (1.0, 1.0)):
-        group = asyncio.run(_generate(trial, single_turn, ROLLOUT_STREAM)).samples[: trial.size]
+        group = _scored(trial)[0]
         for place, sample in enumerate(group):
             value = rewards[place % 2]
-            sample.reward = value if key is None else {key: value}
+            sample.reward = value if key is None else {**_parts(sample), key: value}
         verdict = Keep() if keep is None else keep(group)
         verdicts.append(
             f"{'keeps' if isinstance(verdict, Keep) else 'drops'} rewards {rewards[0]:g} and {rewards[1]:g}"
@@ -217,16 +241,29 @@ def _try_source(trial: Trial) -> str:
 
 
 def _scored(trial: Trial) -> list[Group]:
-    """Groups of single turns with the rewards 0 and 1 in turn."""
-    samples = asyncio.run(_generate(trial, single_turn, ROLLOUT_STREAM)).samples
-    key = trial.config.rewards.reward_key
-    for place, sample in enumerate(samples):
-        sample.reward = float(place % 2) if key is None else {key: float(place % 2)}
-    return [samples[start : start + trial.size] for start in range(0, len(samples), trial.size)]
+    """Groups as hooks find them that come after the reward: those of a run, whose rewards go 0 and 1 in turn.
+
+    What the functions of a run put into samples is in them: metadata, and a reward's further parts. A reward that a
+    service would give has only the entry of ``--reward-key``.
+    """
+    rewards, key = trial.config.rewards, trial.config.rewards.reward_key
+    groups = _generated(trial) if rewards.custom_rm_path is None else _rewarded(trial)
+    if rewards.rule is not None and rewards.rule not in REMOTE_RULES:
+        rule = find_rule(rewards.rule)
+        for sample in (sample for group in groups for sample in group):
+            sample.reward = rule.score(sample.response, sample.label or "", sample.metadata)
+    for place, sample in enumerate(sample for group in groups for sample in group):
+        value = float(place % 2)
+        sample.reward = value if key is None else {**_parts(sample), key: value}
+    return groups
+
+
+def _parts(sample: Sample) -> dict[str, Any]:
+    return sample.reward if isinstance(sample.reward, dict) else {}
 
 
 def _try_samples(trial: Trial) -> str:
-    hooks, samples = SampleHooks(trial.config, trial.args), [one for group in _scored(trial) for one in group]
+    hooks, samples = SampleHooks(trial.config, trial.args), asyncio.run(_generate_as_given(trial)).samples
 
     async def see() -> list[Sample]:
         trained = [await hooks(sample, evaluation=False) for sample in samples[1:]]
@@ -287,8 +324,13 @@ class _Made(NamedTuple):
     blocked: float
 
 
+async def _generate_as_given(trial: Trial) -> _Made:
+    """What the run's generate function makes."""
+    return await _generate(trial, make_generate(trial.config), ROLLOUT_STREAM)
+
+
 async def _generate(trial: Trial, make: GenerateGroup, stream: str) -> _Made:
-    engine = StandInEngine(trial.tokenizer, trial.replies)
+    engine = StandInEngine(trial.tokenizer, trial.replies, trial.turns)
     source, samples = trial.source(), []
     async with (
         engine.serve() as url,
@@ -380,8 +422,9 @@ def write_prompts(path: Path, *, chat: bool) -> str:
 class StandInEngine:
     """Answers ``/generate`` as SGLang does: the n-th turn of every interaction with the n-th reply, in a cycle."""
 
-    def __init__(self, tokenizer: Any, replies: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any, replies: Sequence[str], turns: set[int] | None = None) -> None:
         self._tokenizer, self._replies = tokenizer, replies
+        self._turns = set() if turns is None else turns
         self._said: list[tuple[list[int], int]] = []
         self.requests = 0
 
@@ -405,6 +448,7 @@ class StandInEngine:
         body = await request.json()
         asked = body.get("input_ids") or self._tokenizer(str(body.get("text")), add_special_tokens=False)["input_ids"]
         turn = max((turn + 1 for said, turn in self._said if asked[: len(said)] == said), default=0)
+        self._turns.add(turn)
         text = self._replies[turn % len(self._replies)]
         params = body.get("sampling_params") or {}
         tokens, finish = self._sample(text, params)

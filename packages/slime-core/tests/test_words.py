@@ -1,0 +1,23 @@
+import pytest
+
+from slime_core.words import counted, duration
+
+
+@pytest.mark.parametrize(("number", "words"), [(0, "0 steps"), (1, "1 step"), (2, "2 steps"), (2000, "2,000 steps")])
+def test_a_count_has_its_noun(number, words):
+    assert counted(number, "step") == words
+
+
+def test_another_plural_is_said():
+    assert (counted(1, "reply", "replies"), counted(2, "reply", "replies")) == ("1 reply", "2 replies")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0, "0 s"), (1e-9, "<0.1 s"), (0.0499, "<0.1 s"), (0.05, "0.1 s"), (4.25, "4.2 s"), (119.9, "119.9 s"),
+        (120, "2.0 min"), (7199, "120.0 min"), (7200, "2.0 h"), (3.6e7, "10,000.0 h"),
+    ],
+)  # fmt: skip
+def test_a_time_is_never_shown_as_zero_of_a_unit(seconds, words):
+    assert duration(seconds) == words
