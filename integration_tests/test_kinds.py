@@ -140,6 +140,25 @@ def test_evaluation_alone_gives_the_figures_of_a_runs_first_one(qwen3: Assets, t
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
+def test_evaluation_of_a_checkpoint_is_that_of_the_run_at_its_step(qwen3: Assets, tmp_path: Path) -> None:
+    """Of the newest checkpoint in a directory and of one that is named, which it names; with samples of each set."""
+    sets = ["one", f"{qwen3.prompts}@[0:8]", "two", f"{qwen3.prompts}@[8:16]"]
+    held = ["--eval-prompt-data", *sets, "--eval-temperature", "0"]
+    every = ["--eval-interval", "1", "--save-interval", "1"]
+    run(train_command(qwen3, tmp_path / "run", *held, *every, rollouts=2), tmp_path / "run.txt")
+    save, wanted = tmp_path / "run" / "save", {row["step"]: row for row in plain(tmp_path / "run", "eval")}
+    for step, load in ((2, save), (1, save / "iter_0000001")):
+        work = tmp_path / f"step {step}"
+        _, _, *words = train_command(qwen3, work, *held, "--load", str(load), rollouts=0, save=False)
+        text = run([str(LAUNCHER), "eval", *words], tmp_path / f"{step}.txt")
+        assert plain(work, "eval") == [wanted[step]]
+        assert f"evaluating {save}/iter_000000{step}, after step {step}" in text
+        assert f"eval after step {step}: one " in text and "for example: two: " in text
+        assert "--save DIR writes one" not in text
+
+
+@pytest.mark.full
 @pytest.mark.timeout(1200)
 def test_generation_alone_writes_what_can_be_trained_on(qwen3: Assets, tmp_path: Path) -> None:
     template = f"{tmp_path}/written/{{rollout_id}}.npz"

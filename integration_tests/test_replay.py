@@ -26,10 +26,12 @@ def replay(directory: Path, step: int, code: int) -> str:
 def test_a_rollout_of_a_run_that_was_killed_is_trained_on_again(story: Story) -> None:
     """With a user-defined reward, turns and estimator. A sample that has changed is named."""
     out = story.work / "out"
-    assert "trained again from checkpoint 2: rollouts 2 to 3 are equal to the last bit" in replay(out, 3, 0)
+    equal = "equal: trained again from checkpoint 2, steps 3 to 4 (rollout_id 2 to 3) are equal to the last bit"
+    assert replay(out, 4, 0).startswith(equal)
     with changed_sample(RolloutStore(story.work / "save" / "rollouts"), 2):
-        text = replay(out, 2, 1)
-    assert "from checkpoint 2: in rollout 2 sample" in text and "rollout_log_probs differs" in text
+        text = replay(out, 3, 1)
+    assert text.startswith("not equal: trained again from checkpoint 2, in step 3 (rollout_id 2) sample")
+    assert "rollout_log_probs differs" in text
 
 
 @pytest.mark.full
@@ -37,8 +39,19 @@ def test_a_run_is_trained_again_from_its_beginning(llama: Assets, tmp_path: Path
     flags = ["--save-interval", "2", "--keep-rollouts", "--lr-decay-style", "linear", "--min-lr", "1e-4"]
     run(train_command(llama, tmp_path, *flags, rollouts=3), tmp_path / "log.txt")
     out = tmp_path / "out"
-    assert "trained again from checkpoint 2: rollouts 2 to 2 are equal to the last bit" in replay(out, 2, 0)
-    assert "from the run's beginning: rollouts 0 to 1 are equal to the last bit" in replay(out, 1, 0)
+    assert "trained again from checkpoint 2, step 3 (rollout_id 2) is equal to the last bit" in replay(out, 3, 0)
+    assert "from the run's beginning, steps 1 to 2 (rollout_id 0 to 1) are equal to the last bit" in replay(out, 2, 0)
+
+
+@pytest.mark.full
+def test_the_last_interval_of_a_finished_run_is_trained_again_without_a_flag_for_it(
+    llama: Assets, tmp_path: Path
+) -> None:
+    run(train_command(llama, tmp_path, "--save-interval", "2", rollouts=4), tmp_path / "log.txt")
+    assert "from checkpoint 2, steps 3 to 4 (rollout_id 2 to 3) are equal" in replay(tmp_path / "out", 4, 0)
+    words = [str(LAUNCHER), "replay", str(tmp_path / "out"), "--step", "2"]
+    refused = subprocess.run(words, capture_output=True, text=True, timeout=RUN_SECONDS)
+    assert refused.returncode == 2 and "so --step 3 to 4 can be" in refused.stderr
 
 
 @contextmanager

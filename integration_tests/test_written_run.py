@@ -21,4 +21,4 @@ def test_a_report_shows_all_of_a_run_that_was_killed(story: Story, tmp_path: Pat
     assert page.read_text().startswith("<!doctype html>")
     [run] = json.loads(figures.read_text())["runs"]
     assert run["state"] == "finished"
-    assert dict(run["headline"])["rollouts"] == f"{ROLLOUTS} of {ROLLOUTS}"
+    assert dict(run["headline"])["steps"] == f"{ROLLOUTS} of {ROLLOUTS}"

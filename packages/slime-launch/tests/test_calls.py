@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from slime_launch.calls import SIGNALS, Watch
+from slime_launch.calls import SIGNALS, Watch, stopped_line
 from slime_launch.errors import RunError, Stopped
 
 
@@ -45,3 +45,13 @@ def test_before_anything_runs_a_signal_ends_the_process_at_once():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
     assert done.returncode == 143
     assert done.stderr == "slime-launch: stopped by SIGTERM; the same command goes on from --save\n"
+
+
+def test_a_run_whose_launcher_was_killed_says_so_whatever_signal_reached_it():
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as launcher:
+        assert stopped_line(signal.SIGTERM, launcher.pid).startswith("slime-launch: stopped by SIGTERM;")
+        launcher.kill()
+        os.waitid(os.P_PID, launcher.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie, which nobody has waited for yet
+        killed = f"slime-launch: stopped because its launcher (process {launcher.pid}) was killed; the same command"
+        assert stopped_line(signal.SIGTERM, launcher.pid).startswith(killed)
+    assert stopped_line(signal.SIGTERM, launcher.pid).startswith(killed)

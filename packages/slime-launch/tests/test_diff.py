@@ -54,19 +54,24 @@ PLANTED = {
     "an engine's version": (
         lambda one: one.engine_packages.update(sglang="0.5.24"), ["the engines' sglang: 0.5.23 and 0.5.24"],
     ),
-    "one prompt": (set_prompt, ["1 rollouts are equal; in rollout 1 sample 4 and 3 more of 4: prompt differs from"]),
-    "one token": (set_token, ["in rollout 2 sample 11 of 4: tokens differs from number 3 on: 20 and 21"]),
-    "one token's mask": (set_mask, ["in rollout 1 sample 6 of 4: loss_mask differs"]),
+    "one prompt": (
+        set_prompt, ["1 step is equal; in step 2 (rollout_id 1) sample 4 and 3 more of 4: prompt differs from"],
+    ),
+    "one token": (set_token, ["in step 3 (rollout_id 2) sample 11 of 4: tokens differs from number 3 on: 20 and 21"]),
+    "one token's mask": (set_mask, ["in step 2 (rollout_id 1) sample 6 of 4: loss_mask differs"]),
     "an engine's log-prob": (
-        set_log_prob, ["0 rollouts are equal; in rollout 0 sample 1 of 4: rollout_log_probs differs from number 1"],
+        set_log_prob,
+        ["0 steps are equal; in step 1 (rollout_id 0) sample 1 of 4: rollout_log_probs differs from number 1"],
     ),
     "rank order": (
-        lambda one: setattr(one, "swapped", 1), ["in rollout 1 data-parallel rank 0 trains on other samples"],
+        lambda one: setattr(one, "swapped", 1),
+        ["in step 2 (rollout_id 1) data-parallel rank 0 trains on other samples"],
     ),
     "a loss": (
-        lambda one: one.losses.__setitem__(2, 0.25), ["in rollout 2 optimizer step 0: train/loss is 0.5 and 0.25"],
+        lambda one: one.losses.__setitem__(2, 0.25),
+        ["in step 3 (rollout_id 2) optimizer step 0: train/loss is 0.5 and 0.25"],
     ),
-    "a bit of a weight": (flip_bit, ["in rollout 1 1 of 3 weights differ after it: output.weight"]),
+    "a bit of a weight": (flip_bit, ["in step 2 (rollout_id 1) 1 of 3 weights differ after it: output.weight"]),
 }  # fmt: skip
 
 
@@ -93,7 +98,7 @@ SIZES = {
     "rounding": (
         set_log_prob_and_losses,
         [
-            "of the 3 rollouts that both have\n  equal: prompt, tokens, response_length, weight_versions, ",
+            "of the 3 steps that both have\n  equal: prompt, tokens, response_length, weight_versions, ",
             ", weights\n",
             "  rollout_log_probs: 1 of 12 samples differ, by 1.0e-07 at most\n",
             "  train/loss: 2 of 3 optimizer steps differ, by 2.0e-07 at most\n",
@@ -143,14 +148,14 @@ def test_without_the_rollouts_it_is_not_known_whether_log_probs_differ_by_roundi
 def test_equal_runs_get_a_certificate(tmp_path, capsys):
     runs = Written().write(tmp_path / "a"), Written().write(tmp_path / "b")
     assert diff(runs) == 0
-    assert "equal: 3 rollouts to the last bit" in (out := capsys.readouterr().out) and "3 weights after each" in out
+    assert "equal: 3 steps to the last bit" in (out := capsys.readouterr().out) and "3 weights after each" in out
 
 
 def test_a_shorter_run_is_compared_as_far_as_it_goes(tmp_path, capsys):
     shorter = Written()
     shorter.samples = shorter.samples[:2]
     assert diff((Written().write(tmp_path / "a"), shorter.write(tmp_path / "b"))) == 0
-    assert "the runs have 3 and 2 rollouts; those that both have were compared" in capsys.readouterr().out
+    assert "the runs have 3 and 2 steps; those that both have were compared" in capsys.readouterr().out
 
 
 def test_without_the_rollouts_the_field_is_named(tmp_path, capsys):

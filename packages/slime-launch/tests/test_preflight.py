@@ -242,7 +242,8 @@ def test_what_may_fill_a_disk_later_is_noted(flags, to_words, tmp_path, monkeypa
     (model / "model.safetensors").write_bytes(bytes(4000))
     flags |= {"--save": str(tmp_path / "save"), "--dump-details": str(tmp_path / "out"), "--num-rollout": "10"}
     usage, size = shutil.disk_usage(tmp_path), 2_000 * 12
-    dumps = 2 * 10 * 4 * 2 * 1024 * 16  # of rollouts and of train data: samples, tokens, bytes
+    # Of rollouts and of train data, and rollouts of two intervals in --save: samples, tokens, bytes.
+    dumps = 3 * 10 * 4 * 2 * 1024 * 16
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=dumps + 2 * size - 1))
     settings = parse_train([*to_words(flags), "--save-interval", "5"])
     preflight(settings)

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -66,6 +67,26 @@ def test_the_reference_may_be_an_earlier_checkpoint(settings, workspace):
         start_weights(settings(**given, ref_ckpt_step=4), None)
 
 
+def test_an_evaluation_alone_knows_what_it_is_of(settings, workspace):
+    """The newest checkpoint of a directory or the one that is named, with its step; a model has none."""
+    root = workspace / "trained"
+    for iteration in (3, 5):
+        shutil.copytree(workspace / "dist" / "release", root / f"iter_{iteration:07d}")
+    (root / "latest_checkpointed_iteration.txt").write_text("5")
+
+    def found(load, **more):
+        given = settings(load=load, num_rollout=0, eval_prompt_data="held", **more)
+        state = RunState(given, None, start_weights(given, None), output_dir=workspace / "out")
+        return state.trained_steps, state.evaluated
+
+    assert found(root) == (5, f"{root}/iter_0000005, after step 5")
+    assert found(root / "iter_0000003") == (3, f"{root}/iter_0000003, after step 3")
+    assert found(workspace / "dist") == (0, str(workspace / "dist" / "release"))
+    given = settings(load=root)  # a run that trains begins at step 0, whatever its weights are of
+    state = RunState(given, None, start_weights(given, None), output_dir=workspace / "out")
+    assert (state.trained_steps, state.evaluated) == (0, None)
+
+
 def test_a_new_run_can_be_continued_before_its_first_checkpoint(settings, workspace):
     state = start(settings(), workspace)
     state.begin({"position": 0})
@@ -94,10 +115,35 @@ def test_it_continues_from_the_manifest_and_not_from_later_directories(settings,
     assert again.source_state == {"position": 2}
     assert again.is_written_down(2) and again.store.read(2).batch() == batch(2)
     assert again.store.read_source_state(2) == {"position": 3}
-    assert sorted(path.name for path in (workspace / "save" / "rollouts").iterdir()) == [
-        "rollout_0000002.npz", "source_0000002.json"
-    ]  # fmt: skip
-    assert not again.is_written_down(1)  # trained on before the checkpoint, so no longer needed
+    assert again.store.ids() == [0, 1, 2]  # those since the beginning, from which a replay would start
+
+
+def written(state):
+    """Rollouts that are there after six of them, with a checkpoint after every second."""
+    seen = []
+    for rollout_id in range(6):
+        state.store.write(batch(rollout_id).columns(), {"position": rollout_id + 1})
+        state.trained(batch(rollout_id), rollout_id + 1)
+        if state.save_due:
+            state.saving(Path(f"{state._save}/iter_{rollout_id + 1:07d}"), {})
+            state.commit()
+            seen.append(state.store.ids())
+    return seen
+
+
+def test_rollouts_since_the_checkpoint_before_the_last_stay_for_a_replay(settings, workspace):
+    """So the last interval can be trained on again: at most two intervals are there, with the states of the data."""
+    state = start(settings(num_rollout=6, save_interval=2), workspace)
+    state.begin({})
+    assert written(state) == [[0, 1], [2, 3], [4, 5]]
+    states = sorted(path.name for path in (workspace / "save" / "rollouts").glob("source_*"))
+    assert states == ["source_0000004.json", "source_0000005.json"]
+
+
+def test_rollouts_without_a_checkpoint_before_them_do_not_stay(settings, workspace):
+    state = start(settings(num_rollout=6, save_interval=2, max_checkpoints_kept=1), workspace)
+    state.begin({})
+    assert written(state) == [[0, 1], [], []]
 
 
 def test_the_end_is_saved_without_an_interval(settings, workspace):

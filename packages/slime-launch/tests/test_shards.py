@@ -182,7 +182,7 @@ def test_no_token_is_of_another_policy_than_it_may_be(versions, most_behind, all
         index=9, group_index=0, prompt="p", tokens=[1, 2, 3], response_length=2, reward=1.0, weight_versions=versions
     )
     batch = RolloutBatch(rollout_id=7, weight_version=3, groups=[[sample]])
-    refused = pytest.raises(RunError, match=f"sample 9 of rollout 7 .* must be {allowed}")
+    refused = pytest.raises(RunError, match=f"sample 9 of step 8 .* must be {allowed}")
     with contextlib.nullcontext() if allowed is None else refused:
         check_versions(batch.columns(), most_behind=most_behind)
 
@@ -225,6 +225,15 @@ def test_three_samples_are_for_people_to_read(batch, flags, to_words):
         shown.append(prepare_rollout(batch, recipe, state_dict=dict, put=lambda shard: shard).examples)
     assert shown[0] == [{"prompt": f"question {index}", "response": "long " * 100, "reward": 0} for index in (0, 2, 4)]
     assert [example["reward"] for example in shown[1]] == [None] * 3
+
+
+def test_a_row_of_several_turns_shows_what_was_asked_before_its_first_trained_answer():
+    turns = [("user", "one?"), ("assistant", "first"), ("user", "two?"), ("assistant", "second")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    responses = {"one?": "first<|end|>\nuser\ntwo?\nassistant\nsecond<|end|>", "two?": "second<|end|>"}
+    for asked, response in responses.items():
+        sample = Sample(index=0, group_index=0, prompt=messages, tokens=[1], response=response)
+        assert [one["prompt"] for one in examples([sample], of_data=True)] == [asked]
 
 
 def test_examples_of_conversations_show_the_question():

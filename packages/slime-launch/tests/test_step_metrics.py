@@ -5,7 +5,7 @@ import pytest
 from slime_core.metrics import rollout_metrics
 from slime_core.types import EvalReport, RolloutBatch, Sample, SyncReport, TrainReport
 from slime_launch.shards import ReadyRollout, reward_failures
-from slime_launch.step_metrics import eval_line, eval_row, rollout_row, step_cells, step_line, train_rows
+from slime_launch.step_metrics import eval_line, eval_row, eval_title, rollout_row, step_cells, step_line, train_rows
 
 SAMPLES = [
     Sample(index=i, group_index=0, prompt="p", tokens=[1, 2, 3], response_length=2, reward=float(i)) for i in range(2)
@@ -67,7 +67,7 @@ def test_evaluation_row():
 
 
 def test_the_line_of_an_evaluation():
-    assert eval_line(EVAL) == "eval after 4 rollouts: sums 0.750  aime -0.250 (pass@16 60.0%)  1.5 s"
+    assert eval_line(EVAL) == "eval after step 4: sums 0.750  aime -0.250 (pass@16 60.0%)  1.5 s"
 
 
 def test_an_evaluation_shows_a_sample():
@@ -78,6 +78,27 @@ def test_an_evaluation_shows_a_sample():
     report = dataclasses.replace(EVAL, samples={"sums": [sample, sample, *others]})
     line, *examples = eval_line(report).splitlines()
     assert line == eval_line(EVAL) and examples == ["  for example: Add. 12 + 30 = → 42 (reward 1)"] * 3
+
+
+def test_an_evaluation_shows_a_sample_of_each_set():
+    sample = Sample(
+        index=0, group_index=0, prompt="12 + 30 =", tokens=[1, 2], response_length=1, response="42", reward=1.0
+    )
+    more = dataclasses.replace(sample, index=1, group_index=1)
+    report = dataclasses.replace(EVAL, samples={"sums": [sample, more], "aime": [sample, more]})
+    assert eval_line(report).splitlines()[1:] == [
+        "  for example: sums: 12 + 30 = → 42 (reward 1)", "  for example: aime: 12 + 30 = → 42 (reward 1)",
+    ]  # fmt: skip
+
+
+def test_an_evaluation_says_after_which_step_it_is():
+    of = {
+        (0, False): "eval before step 1",
+        (0, True): "eval",
+        (1, False): "eval after step 1",
+        (1, True): "eval after step 1",
+    }
+    assert {key: eval_title(key[0], alone=key[1]) for key in of} == of
 
 
 @pytest.mark.parametrize("words", ["step  4/40", "reward 0.500", "loss 0.5", "kl 0.25", "grad norm 2", "sync 0.5 s"])

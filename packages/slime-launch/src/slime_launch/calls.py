@@ -17,6 +17,7 @@ from slime_core.errors import SlimeError
 from slime_launch.errors import LostContactError, RayDiedError, RunError, Stopped
 from slime_launch.processes import Place
 from slime_megatron.errors import CheckpointError
+from slime_rollout.supervise.reaper import find_process
 
 Result = TypeVar("Result")
 
@@ -40,9 +41,11 @@ class Watch:
         nodes: Gives Ray's ids of the nodes that the run has, if it has several; asks Ray.
         stall: What is said of a wait without progress; it ends with that.
         ray_hangs: Whether that is because a process of Ray's own is stopped.
+        launcher: The process of the command, whose end stops the run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, launcher: int | None = None) -> None:
+        self.launcher = launcher
         self._signum: int | None = None
         self._checks: list[Callable[[], None]] = []
         self.workers: list[Worker] = []
@@ -56,7 +59,7 @@ class Watch:
         With ``at_once`` one ends the process, for nothing has to be stopped in order yet; else it is only noted.
         """
         for signum in SIGNALS:
-            signal.signal(signum, leave if at_once else self._note)
+            signal.signal(signum, self._leave if at_once else self._note)
 
     def add(self, check: Callable[[], None]) -> None:
         """Also call ``check``, which raises if the part of the run that it looks at is gone."""
@@ -74,20 +77,29 @@ class Watch:
         for check in self._checks:
             check()
 
+    def _leave(self, signum: int, _frame: types.FrameType | None) -> NoReturn:
+        leave(signum, self.launcher)
+
     def _note(self, signum: int, _frame: types.FrameType | None) -> None:
         if self._signum is None:
             self._signum = signum
 
 
-def leave(signum: int, _frame: types.FrameType | None) -> NoReturn:
+def leave(signum: int, launcher: int | None) -> NoReturn:
     """End this process with the exit code that a shell expects; the supervisor ends what it has started."""
-    os.write(2, stopped_line(signum).encode())
+    os.write(2, stopped_line(signum, launcher).encode())
     os._exit(128 + signum)
 
 
-def stopped_line(signum: int) -> str:
-    """What a stopped run says last."""
-    return f"slime-launch: stopped by {signal.Signals(signum).name}; the same command goes on from --save\n"
+def stopped_line(signum: int, launcher: int | None = None) -> str:
+    """What a stopped run says last.
+
+    The supervisor stops a run by a signal, too, whose ``launcher`` was killed: then that is why.
+    """
+    process = None if launcher is None else find_process(launcher)
+    is_killed = launcher is not None and (process is None or not process.alive)
+    why = f"its launcher (process {launcher}) was killed" if is_killed else signal.Signals(signum).name
+    return f"slime-launch: stopped {'because' if is_killed else 'by'} {why}; the same command goes on from --save\n"
 
 
 def prepare(directory: str, log_path: str, *, threads: int | None) -> None:

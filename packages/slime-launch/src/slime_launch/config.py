@@ -262,7 +262,7 @@ class RunConfig(Config, needs=()):
     )
     keep_rollouts: bool = flag(
         False,
-        help="keep the file of every rollout, not only of those since the last checkpoint",
+        help="keep the file of every rollout, not only of those since the checkpoint before the last",
         may_change=True,
         needs=(UPDATES, given("save")),
     )

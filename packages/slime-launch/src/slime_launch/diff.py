@@ -13,6 +13,7 @@ import numpy as np
 
 from slime_core.types import RolloutColumns
 from slime_core.types.arrays import Ragged
+from slime_core.words import counted
 from slime_launch.diff_sizes import fields_of, size_lines
 from slime_launch.errors import FlagError
 from slime_launch.step_sums import StepSums, read_sums
@@ -22,10 +23,10 @@ from slime_launch.written_run import WrittenRun
 USAGE = """\
 usage: slime-launch diff RUN_A RUN_B
 
-Say in which rollout, sample, token, metric and weight two runs part first, which settings differ, what is equal,
+Say in which step, sample, token, metric and weight two runs part first, which settings differ, what is equal,
 and whether rounding explains the rest. RUN is a run's --output-dir.
 
-Exit codes: 0 the rollouts that both have are equal; 1 something differs; 2 one cannot be compared."""
+Exit codes: 0 the steps that both have are equal; 1 something differs; 2 one cannot be compared."""
 PLACES = frozenset({"output_dir", "save", "wandb_group", "wandb_run_id", "wandb_dir", "dump_details"})
 """Settings that say where a run is, not what it computes."""
 MOST_SHOWN = 8
@@ -79,7 +80,7 @@ def settings_that_differ(first: WrittenRun, second: WrittenRun) -> Iterator[tupl
 
 
 def first_parting(first: WrittenRun, second: WrittenRun) -> tuple[int, Parting | None]:
-    """How many rollouts are equal from the beginning, and what differs in the next one; ``None`` if one has none."""
+    """How many steps are equal from the beginning, and what differs in the next one; ``None`` if one has none."""
     equal = 0
     for one, other in zip_longest(read_sums(first.directory), read_sums(second.directory)):
         if one is None or other is None:
@@ -104,7 +105,7 @@ def differences(one: StepSums, other: StepSums, first: WrittenRun, second: Writt
 
 def _in_samples(one: StepSums, other: StepSums, first: WrittenRun, second: WrittenRun) -> Iterator[str]:
     if len(one.index) != len(other.index):
-        yield f"it has {len(one.index)} samples and {len(other.index)}"
+        yield f"it has {counted(len(one.index), 'sample')} and {len(other.index)}"
         return
     if one.index != other.index:
         yield "its samples have other numbers, or another order"
@@ -142,7 +143,7 @@ def _in_field(name: str, place: int, first: RolloutColumns | None, second: Rollo
 
 def _in_steps(one: Sequence[Row], other: Sequence[Row]) -> Iterator[str]:
     if len(one) != len(other):
-        yield f"it has {len(one)} optimizer steps and {len(other)}"
+        yield f"it has {counted(len(one), 'optimizer step')} and {len(other)}"
     for number, (row, its) in enumerate(zip(one, other, strict=False)):
         for name in (name for name in (*row, *(its.keys() - row.keys())) if name.startswith("train/")):
             if not _same(row.get(name), its.get(name)):
@@ -174,16 +175,18 @@ def settings_lines(found: Sequence[tuple[str, Any, Any]]) -> Iterator[str]:
 def parting_lines(rollouts: int, parting: Parting | None, first: WrittenRun, second: WrittenRun) -> Iterator[str]:
     """Where the runs part, or that they do not."""
     if parting is not None:
-        yield f"{rollouts} rollouts are equal; in rollout {parting.rollout_id} {parting.words}"
+        number = parting.rollout_id
+        first_ones = f"{counted(rollouts, 'step')} {'is' if rollouts == 1 else 'are'} equal"
+        yield f"{first_ones}; in step {number + 1} (rollout_id {number}) {parting.words}"
         return
     ends = [sum(1 for _ in read_sums(run.directory)) for run in (first, second)]
     weights = max((len(one.names) for one in read_sums(first.directory)), default=0)
     yield (
-        f"equal: {rollouts} rollouts to the last bit, with all samples, what each rank trains on, the metrics of every "
-        f"optimizer step, and {weights} weights after each"
+        f"equal: {counted(rollouts, 'step')} to the last bit, with all samples, what each rank trains on, the metrics "
+        f"of every optimizer step, and {counted(weights, 'weight')} after each"
     )
     if ends[0] != ends[1]:
-        yield f"the runs have {ends[0]} and {ends[1]} rollouts; those that both have were compared"
+        yield f"the runs have {ends[0]} and {counted(ends[1], 'step')}; those that both have were compared"
 
 
 def _value(entry: Any) -> Any:

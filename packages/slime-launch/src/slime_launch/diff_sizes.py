@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slime_core.types.arrays import Ragged
+from slime_core.words import counted
 from slime_launch.step_sums import StepSums, read_sums
 from slime_launch.tracking import Row
 from slime_launch.validate import CANARY_LIMITS
@@ -80,7 +81,7 @@ def size_lines(first: WrittenRun, second: WrittenRun) -> Iterator[str]:
             whole = parts.setdefault(name, Part(part.unit, part.limit))
             whole.add(part.total, [part.largest] * part.differing)
     equal = [name for name, part in parts.items() if not part.differing]
-    yield f"of the {rollouts} rollouts that both have"
+    yield f"of the {counted(rollouts, 'step')} that both have"
     if equal:
         yield f"  equal: {', '.join(equal)}"
     for name, part in parts.items():

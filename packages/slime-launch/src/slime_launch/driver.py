@@ -1,7 +1,8 @@
 """The process that holds a run together. Started by `train`, below a supervisor, while the command is checked.
 
-It is given a directory: what is in ``CLUSTER`` says with what to start a Ray of its own, and ``CHECKED`` comes when the
-command is checked. If it does not come, the starter ends this process, and says why.
+It is given a directory, and the starter's process id. What is in ``CLUSTER`` there says with what to start a Ray of its
+own, and ``CHECKED`` comes when the command is checked. If it does not come, the starter ends this process, and says
+why.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ POLL_SECONDS = 0.01
 
 def main() -> int:
     """Listen to signals before anything that takes time, start Ray, then run what the starter has checked."""
-    directory = Path(sys.argv[1])
-    listen(directory)
+    directory, launcher = Path(sys.argv[1]), int(sys.argv[2])
+    listen(directory, launcher)
     with without_collections():
         from slime_launch.ray_runtime import RayAhead
         from slime_launch.run import run
@@ -35,21 +36,21 @@ def main() -> int:
     if (directory / CLUSTER).exists():
         with contextlib.redirect_stdout(sys.stderr):
             ahead = RayAhead(read(directory / CLUSTER), directory)
-        listen(directory)  # Ray has done so meanwhile
+        listen(directory, launcher)  # Ray has done so meanwhile
     while not (directory / CHECKED).exists():
         time.sleep(POLL_SECONDS)
-    watch = Watch()
+    watch = Watch(launcher)
     watch.listen(at_once=True)
     with contextlib.nullcontext() if ahead is None else contextlib.closing(ahead):
         return run(read(directory / CHECKED), watch, ahead)
 
 
-def listen(directory: Path) -> None:
+def listen(directory: Path, launcher: int) -> None:
     """End this process when a signal comes; a command that is still being checked says nothing then."""
 
-    def end(signum: int, frame: types.FrameType | None) -> NoReturn:
+    def end(signum: int, _frame: types.FrameType | None) -> NoReturn:
         if (directory / CHECKED).exists():
-            leave(signum, frame)
+            leave(signum, launcher)
         os._exit(128 + signum)
 
     for signum in SIGNALS:

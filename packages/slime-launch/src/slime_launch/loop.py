@@ -119,7 +119,7 @@ def next_batch(parts: Parts, rollout_id: int) -> ReadyRollout:
     with parts.console.wait(what := "generate" if parts.settings.generates else "read", phase=what) as wait:
         if not parts.state.is_written_down(rollout_id):
             return wait_for(parts, parts.rollout.prepare(rollout_id, recipe), wait)
-        parts.console.line(f"rollout {rollout_id + 1} was generated before the restart; training on it as written down")
+        parts.console.line(f"step {rollout_id + 1} was generated before the restart; training on it as written down")
         return wait_for(parts, parts.rollout.read(rollout_id, recipe), wait)
 
 
@@ -263,7 +263,7 @@ def record(parts: Parts, batch: ReadyRollout, report: TrainReport, sync: SyncRep
         ),
         step_cells(rollout_id + 1, parts.settings.num_rollout, parts.tracker.rows),
     )
-    for line in example_lines(samples):
+    for line in example_lines(samples, of_data=parts.settings.rows is not None):
         parts.console.line(line)
     watch_drift(parts, rollout_id, steps)
 
@@ -286,9 +286,14 @@ def record_spans(parts: Parts, rollout_id: int, others: Sequence[Span] = ()) -> 
 
 
 def shows_examples(parts: Parts, rollout_id: int) -> bool:
-    """Whether samples of a rollout are shown: of the first, and of the last where no held-out prompts are answered."""
-    answers = parts.settings.generates and parts.settings.rollout.evaluation.has_eval_sets
-    return rollout_id == 0 or (not answers and rollout_id == parts.settings.num_rollout - 1)
+    """Whether samples of a rollout are shown: of the first, and of the last where no held-out prompts are answered.
+
+    Of a data set only the first rows are: training changes none of them.
+    """
+    settings = parts.settings
+    answers = settings.generates and settings.rollout.evaluation.has_eval_sets
+    at_end = settings.rows is None and not answers and rollout_id == settings.num_rollout - 1
+    return rollout_id == 0 or at_end
 
 
 def save_if_due(parts: Parts) -> None:
@@ -355,30 +360,32 @@ def evaluate_if_due(parts: Parts) -> None:
 
 def score_prompts(parts: Parts, wait: Wait) -> None:
     """Generate for the held-out prompts, and score that."""
-    iteration = parts.state.iteration
+    step = parts.state.trained_steps
     parts.memory.to_generate()
     check_weights(parts)
-    report = wait_for(parts, parts.rollout.evaluate(iteration), wait)
+    report = wait_for(parts, parts.rollout.evaluate(step), wait)
     samples = eval_examples(report)
-    parts.tracker.log("eval", step=iteration, rollout_id=iteration, metrics=eval_row(report), samples=samples)
-    parts.console.line(eval_line(report))
+    parts.tracker.log("eval", step=step, rollout_id=step, metrics=eval_row(report), samples=samples)
+    parts.console.line(eval_line(report, alone=parts.settings.only_evaluates))
 
 
 def held_out_loss(parts: Parts, wait: Wait) -> None:
     """Compute the loss of the held-out rows, which are not trained on."""
-    iteration, seconds = parts.state.iteration, dict[str, float]()
+    step, seconds = parts.state.trained_steps, dict[str, float]()
     with timed(seconds, "eval"):
-        sets = wait_for(parts, parts.rollout.held_out(iteration, recipe_of(parts)), wait)
+        sets = wait_for(parts, parts.rollout.held_out(step, recipe_of(parts)), wait)
         poll = watch_trainers(parts, wait)
         found = {name: parts.trainers.evaluate(shards, on_poll=poll) for name, shards in sets.items()}
-    parts.tracker.log("eval", step=iteration, rollout_id=iteration, metrics=held_out_row(found, seconds))
-    parts.console.line(held_out_line(iteration, found))
+    parts.tracker.log("eval", step=step, rollout_id=step, metrics=held_out_row(found, seconds))
+    parts.console.line(held_out_line(step, found, alone=parts.settings.only_evaluates))
 
 
 def eval_due_at(parts: Parts, iteration: int) -> bool:
     """Whether to evaluate after ``iteration`` rollouts: before the first, at every interval, at the end; once each."""
     run = parts.settings.run
     has_sets = parts.settings.rollout.evaluation.has_eval_sets and not parts.settings.is_recorded
+    if parts.settings.only_evaluates:
+        return has_sets  # whatever was evaluated before
     if not has_sets or parts.tracker.has_eval(iteration):
         return False
     at_interval = run.eval_interval is not None and iteration % run.eval_interval == 0

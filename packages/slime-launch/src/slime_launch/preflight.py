@@ -83,10 +83,11 @@ class Checked:
     said: Sequence[str] = ()
 
 
-def preflight(settings: Settings, known: Sequence[str] = ()) -> Checked:
+def preflight(settings: Settings, known: Sequence[str] = (), *, first_rollout: int = 0) -> Checked:
     """Check a command before Ray, an engine or a trainer is started. All checks run, whatever the others find.
 
-    ``known`` are problems of the settings that were found already; they are reported with the others.
+    ``known`` are problems of the settings that were found already; they are reported with the others. A new run on
+    recorded rollouts begins with ``first_rollout``.
 
     Raises:
         SlimeError: Something is wrong: everything that is, a line each, with what to do.
@@ -94,7 +95,7 @@ def preflight(settings: Settings, known: Sequence[str] = ()) -> Checked:
     """
     problems = Problems(known, settings.unread)
     settings = with_paths(settings, problems)
-    found = look(settings, problems)
+    found = look(settings, problems, first_rollout=first_rollout)
     if not problems.lines and found.shape is not None and found.settings.trains:
         problems.attempt(check_roles_fit, found.settings, found.shape, found.overrides or {})
     problems.report()
@@ -143,8 +144,11 @@ def look(
     elsewhere: bool = False,
     planned: bool = False,
     absent: Collection[str] = (),
+    first_rollout: int = 0,
 ) -> Found:
     """Make all checks, and put what is wrong into ``problems``.
+
+    A new run on recorded rollouts begins with ``first_rollout``.
 
     A command that is only ``planned`` needs no SGLang here, and no weights in the directories that are ``absent``. With
     ``elsewhere``, which is for plans, too, those checks are left out that another machine than this has to pass.
@@ -195,7 +199,7 @@ def look(
     elif settings.rows is not None:
         rows = problems.attempt(check_rows, settings.rollout, settings.rows)
     elif run is not None:
-        problems.attempt(check_recorded, settings, run[0])
+        problems.attempt(check_recorded, settings, run[0], first_rollout)
     has_tokenizer = rows is not None and str(directory) not in absent  # which comes with the weights
     notes = problems.attempt(data_notes, settings.rollout, settings.rows or "prompts") if has_tokenizer else None
     counted = problems.attempt(measure, settings, shape) if has_tokenizer and shape is not None else None
@@ -328,8 +332,8 @@ def _models(settings: Settings, run: tuple[Manifest | None, StartWeights | None]
     return list(dict.fromkeys(str(path) for path in found if path is not None))
 
 
-def check_recorded(settings: Settings, manifest: Manifest | None) -> None:
-    """The file of the first rollout is there; those of later ones may be written meanwhile.
+def check_recorded(settings: Settings, manifest: Manifest | None, first: int = 0) -> None:
+    """The file of the first rollout (``first`` in a new run) is there; those of later ones may be written meanwhile.
 
     A loss on preference pairs needs pairs in it.
 
@@ -337,7 +341,7 @@ def check_recorded(settings: Settings, manifest: Manifest | None) -> None:
         PreflightError: It is not, or there is a group that is not a pair.
         DataError: It cannot be read.
     """
-    first = 0 if manifest is None else manifest.iteration
+    first = first if manifest is None else manifest.iteration
     path = Path(str(settings.run.load_debug_rollout_data).format(rollout_id=first))
     if first >= settings.num_rollout:
         return

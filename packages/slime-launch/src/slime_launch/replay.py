@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from slime_core.errors import DataError
 from slime_core.flags import Config, flag, flag_specs
+from slime_core.words import counted
+from slime_launch.console import RunConsole
 from slime_launch.diff import differences, settings_that_differ
 from slime_launch.errors import FlagError, PreflightError
 from slime_launch.flags import read_train
@@ -39,21 +44,22 @@ _DERIVED = ("lr_decay_iters", "bf16", "use_distributed_optimizer")
 
 
 DESCRIPTION = """\
-Train on rollout N of a run again, from the newest checkpoint before it, and say whether samples, metrics and weights
-come out equal to the last bit. RUN is the run's --output-dir. Exit codes: 0 they do; 1 they do not, or training failed;
-2 it cannot be done."""
+Train on step N of a run again, from the newest checkpoint before it, and say whether samples, metrics and weights come
+out equal to the last bit. RUN is the run's --output-dir. Steps are counted from 1, as on the console; step N is
+rollout_id N - 1 of metrics.jsonl. Exit codes: 0 they do; 1 they do not, or training failed; 2 it cannot be done."""
+OUTPUT_FILE = "replay.log"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplayConfig(Config, needs=()):
     """The flags of a replay."""
 
-    step: int | None = flag(None, metavar="N", help="the rollout, counted from 0", least=0)
+    step: int | None = flag(None, metavar="N", help="the step, counted from 1 as on the console", least=0)
     output_dir: str | None = flag(None, metavar="DIR", help="where it writes; replays/N in RUN unless given")
 
 
 class Replay(NamedTuple):
-    """What is trained on again: rollouts ``first`` to ``last``, from ``checkpoint``; ``None`` is the beginning."""
+    """What is trained on again: the rollouts ``first`` to ``last``, from ``checkpoint``; ``None`` is the beginning."""
 
     first: int
     last: int
@@ -78,48 +84,90 @@ def replay(argv: Sequence[str]) -> int:
     config = ReplayConfig(**parse(groups, parser, [*own, *(word for word in runs if word.startswith("-"))]))
     if len(runs) != 1 or config.step is None:
         stray = f"unexpected {runs[1]!r} after {runs[0]}; " if runs[1:] else ""
-        raise FlagError(f"{stray}replay needs a run's --output-dir and a rollout, such as runs/first-run --step 12")
+        raise FlagError(f"{stray}replay needs a run's --output-dir and a step, such as runs/first-run --step 12")
+    if config.step == 0:
+        raise FlagError("--step 0: steps are counted from 1, as on the console; rollout_id 0 is --step 1")
     run = WrittenRun(Path(runs[0]))
-    found = find_start(run, config.step)
+    found = find_start(run, config.step - 1)
     output_dir = Path(config.output_dir or run.directory / "replays" / str(config.step))
     if output_dir.resolve() == run.directory.resolve():
         raise FlagError(f"--output-dir {output_dir} is the run itself; give another, or leave it out")
     output_dir.mkdir(parents=True, exist_ok=True)
     checked = checked_replay(run, found, output_dir)
-    if (code := supervise(checked, output_dir)) != 0:
+    details = output_dir / "logs" / OUTPUT_FILE
+    with RunConsole(sys.stderr).wait(f"train {steps_in_words(found)} again"), output_into(details):
+        code = supervise(checked, output_dir)
+    if code != 0:
+        print(
+            f"slime-launch: the replay could not be trained to its end; {details} says how far it was", file=sys.stderr
+        )
         return code
     words = list(outcome(run, WrittenRun(output_dir), found))
-    print("\n".join(words))
+    print("\n".join([*words, f"what the replay printed: {details}"]))
     return 0 if len(words) == 1 else 1
 
 
-def find_start(run: WrittenRun, step: int) -> Replay:
+@contextlib.contextmanager
+def output_into(path: Path) -> Iterator[None]:
+    """Within the block, what this process and those that it starts print goes to a file; errors stay where they are."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    before = os.dup(1)
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            os.dup2(file.fileno(), 1)
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(before, 1)
+        os.close(before)
+
+
+def find_start(run: WrittenRun, rollout_id: int) -> Replay:
     """The newest checkpoint from which a rollout can be trained on again, with the rollouts that are still there.
 
     Raises:
         PreflightError: There is none, or the run has no such rollout.
     """
     numbers = [sums.rollout_id for sums in read_sums(run.directory)]
-    if step not in numbers:
-        raise PreflightError(f"{run.directory} has no rollout {step}; it has {numbers[0]} to {numbers[-1]}")
+    step = rollout_id + 1
+    if rollout_id not in numbers:
+        raise PreflightError(f"{run.directory} has no step {step}; it has {numbers[0] + 1} to {numbers[-1] + 1}")
     save = run.setting("save")
     store_dir = Path(save or run.directory) / ROLLOUT_DIR
-    store, missing = RolloutStore(store_dir), None
-    for first, checkpoint in _checkpoints(save, step):
-        gone = [number for number in range(first, step + 1) if not store.has(number)]
-        if not gone:
-            template = str(store_dir / "rollout_{rollout_id:07d}.npz")
-            return Replay(first=first, last=step, checkpoint=checkpoint, template=template)
-        missing = gone[0] if missing is None else missing
-    raise PreflightError(
-        f"{store_dir} does not have rollout {missing} any more, which training on {step} again needs; keep them with "
-        "--keep-rollouts, or replay one after the last checkpoint"
+    store = RolloutStore(store_dir)
+    template = str(store_dir / "rollout_{rollout_id:07d}.npz")
+    for first, checkpoint in _checkpoints(save, rollout_id):
+        if all(map(store.has, range(first, rollout_id + 1))):
+            return Replay(first=first, last=rollout_id, checkpoint=checkpoint, template=template)
+    raise PreflightError(f"step {step} of {run.directory} can't be trained on again: {_why_not(run, store, numbers)}")
+
+
+def _why_not(run: WrittenRun, store: RolloutStore, numbers: Sequence[int]) -> str:
+    """Why a step cannot be trained on again, which ones can be, and what to do in another run."""
+    save = run.setting("save")
+    if save is None:
+        return "the run had no --save, so what it generated was not written down; run it with --save DIR"
+    if not store.ids():
+        return (
+            f"{save} has none of what it was trained on: rows of a data set, and rollouts before the only checkpoint "
+            "of --max-checkpoints-kept 1, are kept with --keep-rollouts in the run's command alone"
+        )
+    can = [
+        number + 1
+        for number in numbers
+        if any(all(map(store.has, range(first, number + 1))) for first, _ in _checkpoints(save, number))
+    ]
+    steps = f"--step {can[0]} to {can[-1]} can be" if can else "no step can be"
+    return (
+        f"{save} has what was generated since the checkpoint before the last, so {steps}; --keep-rollouts in the run's "
+        "command keeps all of it"
     )
 
 
-def _checkpoints(save: str | None, step: int) -> Iterator[tuple[int, Path | None]]:
-    """Checkpoints before a rollout, newest first, by the rollouts that they are trained on; last the beginning."""
-    for number in range(step, 0, -1) if save is not None else ():
+def _checkpoints(save: str | None, rollout_id: int) -> Iterator[tuple[int, Path | None]]:
+    """Checkpoints before a rollout, newest first, by the steps that they are trained on; last the beginning."""
+    for number in range(rollout_id, 0, -1) if save is not None else ():
         directory = iteration_directory(str(save), number)
         try:
             yield number, find_checkpoint(directory).directory
@@ -145,7 +193,7 @@ def checked_replay(run: WrittenRun, found: Replay, output_dir: Path) -> Checked:
     config.write_text(json.dumps(values, indent=1), encoding="utf-8")  # which is YAML, too
     words = ["--config", str(config), "--output-dir", str(output_dir), "--num-rollout", str(found.last + 1)]
     words += ["--load-debug-rollout-data", found.template, "--trainer-max-restarts", "0"]
-    checked = preflight(*read_train(words))
+    checked = preflight(*read_train(words), first_rollout=found.first)
     save = run.setting("save")
     manifest = None if save is None else read_manifest(Path(save))
     if manifest is None:
@@ -164,22 +212,31 @@ def checked_replay(run: WrittenRun, found: Replay, output_dir: Path) -> Checked:
 def outcome(run: WrittenRun, again: WrittenRun, found: Replay) -> Iterator[str]:
     """One line if all is equal; else what is not, and what of the packages and the environment differs."""
     from_where = "the run's beginning" if found.checkpoint is None else f"checkpoint {found.first}"
+    from_where = f"trained again from {from_where}"
     ours, theirs = (_sums_of(one, found) for one in (run, again))
     for number in range(found.first, found.last + 1):
         if number not in theirs:
-            raise DataError(f"the replay has not trained on rollout {number}; see {again.directory}/logs")
+            raise DataError(f"the replay has not trained on step {number + 1}; see {again.directory}/logs")
         if (words := next(differences(ours[number], theirs[number], run, again), None)) is not None:
-            yield f"trained again from {from_where}: in rollout {number} {words}"
+            yield f"not equal: {from_where}, in step {number + 1} (rollout_id {number}) {words}"
             for name, one, other in settings_that_differ(run, again):
                 if not name.startswith("--"):
                     yield f"  {name}: {one} in the run, {other} now"
             yield "the same step gives something else on the same samples: a kernel, a package, the machine or --seed"
             return
     weights = len(ours[found.last].names)
+    are = f"{steps_in_words(found)} {'is' if found.first == found.last else 'are'}"
     yield (
-        f"trained again from {from_where}: rollouts {found.first} to {found.last} are equal to the last bit, with the "
-        f"metrics of every optimizer step and {weights} weights after each"
+        f"equal: {from_where}, {are} equal to the last bit, with the metrics of every optimizer step and "
+        f"{counted(weights, 'weight')} after each"
     )
+
+
+def steps_in_words(found: Replay) -> str:
+    """The steps that are trained on again, as the console counts them, and as files do."""
+    if found.first == found.last:
+        return f"step {found.first + 1} (rollout_id {found.first})"
+    return f"steps {found.first + 1} to {found.last + 1} (rollout_id {found.first} to {found.last})"
 
 
 def _sums_of(run: WrittenRun, found: Replay) -> dict[int, StepSums]:

@@ -172,6 +172,25 @@ class RunState:
         return RunState(self._settings, find_run(self._settings), self._weights, output_dir=self._output_dir)
 
     @property
+    def trained_steps(self) -> int:
+        """Steps that the weights were trained on: of this run, or of the checkpoint that is only evaluated.
+
+        0 where a checkpoint does not say it, as a Hugging Face model.
+        """
+        if self.iteration or not self._settings.only_evaluates or not self._settings.trains or self._weights is None:
+            return self.iteration
+        return find_checkpoint(self._weights.load).iteration or 0
+
+    @property
+    def evaluated(self) -> str | None:
+        """What an evaluation alone is of: its directory, and after which step it was saved, if that is known."""
+        if not self._settings.only_evaluates:
+            return None
+        begins = self._weights if self._settings.trains else None
+        path = self.resume_from or (begins.load if begins else self._settings.rollout.data.hf_checkpoint)
+        return f"{path}, after step {self.trained_steps}" if self.trained_steps else str(path)
+
+    @property
     def resume_from(self) -> Path | None:
         """Checkpoint directory to continue from; ``None`` where the run starts from ``--load``."""
         if self._checkpoint is None:
@@ -245,10 +264,12 @@ class RunState:
         position, self._saving = self._saving, None
         assert self._save is not None and position is not None  # only a run with --save takes checkpoints
         self._checkpoint = position.checkpoint.resolve().relative_to(self._save.resolve()).as_posix()
-        self._committed = position.iteration
+        before, self._committed = self._committed, position.iteration
         self._write_manifest(position.iteration, position.weight_version, position.source_state)
         if not self._settings.run.keep_rollouts:
-            self._store.discard_through(position.iteration - 1)
+            # `slime-launch replay` trains on those since the checkpoint before this one, if that stays.
+            is_dropped = before > 0 and self._settings.run.max_checkpoints_kept == 1
+            self._store.discard_through((position.iteration if is_dropped else before) - 1)
         return position.iteration, position.seconds
 
     @property

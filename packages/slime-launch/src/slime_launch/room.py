@@ -58,7 +58,8 @@ def room_notes(settings: Settings) -> list[str]:
     run, lines = settings.run, []
     found = written(settings)
     if run.max_checkpoints_kept is None:
-        found = [dataclasses.replace(one, count=_saves(settings)) if one.flag == "--save" else one for one in found]
+        count = _saves(settings)
+        found = [dataclasses.replace(one, count=count) if one.what == "checkpoint" else one for one in found]
     for place, parts in _by_disk(found).items():
         free = shutil.disk_usage(place).free
         if free < sum(one.total for one in parts):
@@ -94,11 +95,17 @@ def _written(settings: Settings, parameters: float) -> Iterator[Written]:
     for flag, template in (
         ("--save-debug-rollout-data", run.save_debug_rollout_data),
         ("--save-debug-train-data", megatron.save_debug_train_data),
-        ("--keep-rollouts", megatron.save if run.keep_rollouts else None),
     ):
         if template is not None:
-            path = Path(template) if flag == "--keep-rollouts" else Path(template).parent
+            path = Path(template).parent
             yield Written(flag=flag, path=path, what="rollout", size=size, count=settings.num_rollout, is_bound=True)
+    if megatron.save is not None and (run.keep_rollouts or settings.rows is None):
+        flag = "--keep-rollouts" if run.keep_rollouts else "--save"
+        interval = megatron.save_interval
+        # Those since the checkpoint before the last one stay, until the next checkpoint counts.
+        kept = settings.num_rollout if run.keep_rollouts or interval is None else 2 * interval
+        count = min(kept, settings.num_rollout)
+        yield Written(flag=flag, path=Path(megatron.save), what="rollout", size=size, count=count, is_bound=True)
 
 
 def _saves(settings: Settings) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 from slime_convert.errors import ConvertError
 from slime_convert.shape import ModelShape
 from slime_core.errors import SlimeError
+from slime_core.words import counted
 from slime_launch.calls import Watch, Worker, gather, stopped_line
 from slime_launch.canary import Canary
 from slime_launch.config import Settings
@@ -40,7 +41,7 @@ from slime_launch.placement import (
 from slime_launch.plan.engines import engine_weights
 from slime_launch.preflight import Checked, look_again
 from slime_launch.ray_runtime import RayAhead, cluster_notices, ray_runtime
-from slime_launch.report import make_report, report_lines, write_report
+from slime_launch.report import make_report, report_lines, scoring_problem, write_report
 from slime_launch.resolved import write_resolved
 from slime_launch.resume import RunState, start_notes
 from slime_launch.rollouts import RolloutWorker
@@ -59,6 +60,7 @@ from slime_launch.validate import (
     row_limit,
 )
 from slime_launch.wandb_run import WandbRun
+from slime_rollout.data import Account
 from slime_rollout.data_service import DataSpec
 from slime_rollout.engine import EngineRestartsError
 from slime_rollout.engine.config import EngineConfig
@@ -95,7 +97,7 @@ def run(checked: Checked, watch: Watch, ahead: RayAhead | None = None) -> int:
             with contextlib.redirect_stdout(ray_log):
                 drive(checked, output_dir, console, watch, ahead)
     except Stopped as stopped:
-        sys.stderr.write(stopped_line(stopped.signum))
+        sys.stderr.write(stopped_line(stopped.signum, watch.launcher))
         return stopped.exit_code
     except RunError as error:
         print(f"slime-launch: {error}", file=sys.stderr)
@@ -133,7 +135,9 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch,
     state = RunState(settings, manifest, checked.weights, output_dir=output_dir)
     if manifest is not None:
         where = settings.megatron.save or state.resume_from
-        console.line(f"continuing the run in {where} after {state.iteration} rollouts")
+        console.line(f"continuing the run in {where} after step {state.iteration}")
+    if state.evaluated is not None:
+        console.line(f"evaluating {state.evaluated}")
     for notice in (*notices(settings), *start_lines(checked), *cluster_notices(os.environ.get("RAY_ADDRESS"))):
         console.line(notice)
     if settings.megatron.save is None and settings.trains and not settings.only_evaluates:
@@ -185,9 +189,23 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch,
         with console.wait("stop engines, trainers and Ray"):
             trainers.leave()
             stop_all(stack)
-    minutes = (time.monotonic() - started) / 60
+    tell(parts, output_dir, account, minutes=(time.monotonic() - started) / 60)
+
+
+def tell(parts: Parts, output_dir: Path, account: Account | None, *, minutes: float) -> None:
+    """Write and print the report of a run that has come to its end.
+
+    Raises:
+        RunError: Samples were lost or came twice, or most of them could not be scored.
+    """
+    console, settings = parts.console, parts.settings
     report = make_report(
-        tracker.rows, output_dir=output_dir, checkpoint=parts.state.resume_from, minutes=minutes, account=account
+        parts.tracker.rows,
+        output_dir=output_dir,
+        checkpoint=parts.state.resume_from,
+        minutes=minutes,
+        account=account,
+        evaluated=parts.state.evaluated,
     )
     write_report(report)
     for line in report_lines(report):
@@ -197,6 +215,9 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch,
             f"{account.problem}; see logs/rollout.log for the first rollout with that, and look at user-defined data "
             "sources, filters and rollout functions"
         )
+    size = settings.rollout.selection.rollout_batch_size * settings.samples_per_prompt
+    if (problem := scoring_problem(report, size)) is not None:
+        raise RunError(problem)
 
 
 def stop_all(stack: contextlib.ExitStack) -> None:
@@ -373,7 +394,7 @@ def where_it_is(place: Placement, *, spare: int) -> str:
         for node in nodes
     ]
     more = f"; up to {spare} more for engines as nodes join" if spare else ""
-    return f"{len(nodes)} node{'s' * (len(nodes) > 1)}: {', '.join(where)}{more}"
+    return f"{counted(len(nodes), 'node')}: {', '.join(where)}{more}"
 
 
 def with_transport(settings: Settings, shape: ModelShape, place: Placement) -> tuple[Settings, str]:

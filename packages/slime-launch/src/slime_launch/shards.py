@@ -33,12 +33,13 @@ from slime_rollout.limits import ModelLimits
 from slime_rollout.store import RolloutStore
 
 EXAMPLES = 3
+ANSWER_CHARACTERS = 60  # of an answer in a conversation, by which it is found in what is trained on
 EMPTY, MASKED, NO_ADVANTAGE = "no response", "loss mask 0", "advantage 0"
 REMOVED, NO_STEP = "left out by a function or a filter", "more than fill a step"
 REASONS = (EMPTY, MASKED, NO_ADVANTAGE, REMOVED, NO_STEP)
 """Why a sample is not trained on."""
 Example = dict[str, Any]
-"""A sample for people to read: the texts of its ``prompt`` and ``response``, and its ``reward``."""
+"""A sample for people to read: the texts of its ``prompt`` and ``response``, its ``reward``, maybe its ``set``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,6 +179,9 @@ def read_rollout(
     mark_shown(columns, recipe.settings)
     ready, shards = summary(columns, columns.batch(), recipe), split_rollout(columns, recipe)
     ready.untrained.update(untrained(columns, shards, global_batch_size(recipe.settings)))
+    # The time that generating took was spent before the restart, not in this step.
+    ready.seconds.clear()
+    ready.seconds.update({"data": 0.0} if recipe.settings.rows is not None else {})
     del columns
     return put_shards(ready, shards, put)
 
@@ -191,31 +195,41 @@ def summary(columns: RolloutColumns, batch: RolloutBatch, recipe: Recipe) -> Rea
         seconds=columns.seconds,
         num_samples=sum(columns.group_sizes),
         failures=reward_failures(columns),
-        examples=examples(batch.samples, scored=recipe.settings.rows is None),
+        examples=examples(batch.samples, of_data=recipe.settings.rows is not None),
         shards=[],
         sample_sums=sample_sums(columns.samples) | {"index": np.asarray(columns.samples["index"])},
     )
 
 
-def examples(samples: Sequence[Sample], *, scored: bool = True) -> list[Example]:
-    """The first sample of each of the first groups; rows of a data set are not ``scored``."""
+def examples(samples: Sequence[Sample], *, of_data: bool = False, most: int = EXAMPLES) -> list[Example]:
+    """The first sample of each of the first ``most`` groups; rows ``of_data`` have no reward."""
     first: dict[int, Sample] = {}
     for sample in samples:
-        if len(first) < EXAMPLES:
+        if len(first) < most:
             first.setdefault(sample.group_index, sample)
     return [
         {
-            "prompt": one.prompt if isinstance(one.prompt, str) else _asked(one.prompt or []),
+            "prompt": one.prompt if isinstance(one.prompt, str) else _asked(one.prompt or [], one.response),
             "response": one.response,
-            "reward": one.reward if scored else None,
+            "reward": None if of_data else one.reward,
         }
         for one in first.values()
     ]
 
 
-def _asked(messages: Sequence[Message]) -> str:
-    """What the last message says that is not the answer: a conversation to train on ends with that."""
-    asked = [message for message in messages if message.get("role") != "assistant"] or messages
+def _asked(messages: Sequence[Message], response: str) -> str:
+    """What the last message before the response says that is not an answer.
+
+    A conversation to train on holds its answers; the first of them that is in the response is where that begins.
+    """
+    answers = [
+        place
+        for place, message in enumerate(messages)
+        if message.get("role") == "assistant" and (text := str(message.get("content") or "").strip())
+        if text[:ANSWER_CHARACTERS] in response
+    ]
+    before = messages[: answers[0]] if answers else messages
+    asked = [message for message in before if message.get("role") != "assistant"] or before or messages
     return str(asked[-1].get("content", "")) if asked else ""
 
 
@@ -252,7 +266,7 @@ def check_versions(columns: RolloutColumns, *, most_behind: int | None) -> None:
     for index, row in zip(numbers(columns.samples, "index"), versions.rows, strict=True):
         if row is not None and len(other := not_allowed(row)):
             raise RunError(
-                f"sample {index} of rollout {columns.rollout_id} has tokens of weight version {other.min()} where all "
+                f"sample {index} of step {columns.rollout_id + 1} has tokens of weight version {other.min()} where all "
                 f"must be {allowed}: an engine serves other weights than the trainer's, or a function of yours gives "
                 "back what is older than --max-weight-staleness; see that nothing else sends weights to this run's "
                 "engines, and start the same command again"
@@ -281,7 +295,7 @@ def check_limits(columns: RolloutColumns, shape: ModelShape) -> None:
     for index, row in zip(numbers(columns.samples, "index"), ragged(columns.samples, "tokens").rows, strict=True):
         tokens = [] if row is None or not len(row) else [int(row.min()), int(row.max())]
         if problem := limits.token_problem(tokens) or limits.length_problem(0 if row is None else len(row)):
-            raise DataError(f"sample {index} of rollout {columns.rollout_id} is not of this model: {problem}")
+            raise DataError(f"sample {index} of step {columns.rollout_id + 1} is not of this model: {problem}")
 
 
 def untrained(columns: RolloutColumns, shards: Sequence[TrainShard], batch_size: int) -> dict[str, int]:

@@ -119,7 +119,7 @@ class StallWatch:
         cause, code = self._cause, 1
         if isinstance(cause, Stopped):
             code = cause.exit_code
-            sys.stderr.write(stopped_line(cause.signum))
+            sys.stderr.write(stopped_line(cause.signum, self._watch.launcher))
         elif cause is not None:
             code = cause.exit_code if isinstance(cause, RunError) else 2
             print(f"slime-launch: {cause}", file=sys.stderr)

@@ -11,7 +11,8 @@ from statistics import fmean
 from typing import Any
 
 from slime_core.types import EvalReport, SyncReport, TrainReport
-from slime_launch.shards import NO_ADVANTAGE, Example, ReadyRollout, examples
+from slime_core.words import duration
+from slime_launch.shards import EXAMPLES, NO_ADVANTAGE, Example, ReadyRollout, examples
 
 REASON_CHARACTERS = 100
 PROMPT_CHARACTERS, RESPONSE_CHARACTERS = 80, 120
@@ -62,8 +63,13 @@ def eval_row(report: EvalReport) -> dict[str, float]:
     return report.metrics | {"perf/eval_time": report.seconds}
 
 
-def eval_line(report: EvalReport) -> str:
-    """About an evaluation: each set's score, its pass@k of the largest k where k is above 1, and samples of the first.
+def eval_title(step: int, *, alone: bool = False) -> str:
+    """When an evaluation was: after which step; ``alone`` it is of weights whose step may be unknown, which is 0."""
+    return f"eval after step {step}" if step else "eval" if alone else "eval before step 1"
+
+
+def eval_line(report: EvalReport, *, alone: bool = False) -> str:
+    """About an evaluation: each set's score, its pass@k of the largest k where k is above 1, and samples of each.
 
     They are of the same prompts each time, so that one sees what changes.
     """
@@ -73,18 +79,22 @@ def eval_line(report: EvalReport) -> str:
         rates = {int(key.removeprefix(tag)): rate for key, rate in report.metrics.items() if key.startswith(tag)}
         k = max(rates, default=1)
         words.append(f"{name} {score:.3f}" + (f" (pass@{k} {rates[k]:.1%})" if k > 1 else ""))
-    line = f"eval after {report.rollout_id} rollouts: {'  '.join(words)}  {report.seconds:.1f} s"
+    line = f"{eval_title(report.rollout_id, alone=alone)}: {'  '.join(words)}  {duration(report.seconds)}"
     return "\n".join([line, *example_lines(eval_examples(report))])
 
 
 def eval_examples(report: EvalReport) -> list[Example]:
-    """The first answers to the first prompts of the first held-out set."""
-    return examples(next(iter(report.samples.values()), []))
+    """The first answers to the first prompts of each held-out set; of several sets each has its name as ``set``."""
+    most = max(1, EXAMPLES // max(len(report.samples), 1))
+    found = {name: examples(samples, most=most) for name, samples in report.samples.items()}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    return [{"set": name, **example} for name, shown in found.items() for example in shown]
 
 
-def example_lines(shown: Sequence[Example]) -> list[str]:
-    """Examples for the console."""
-    return [f"  for example: {example_line(example)}" for example in shown]
+def example_lines(shown: Sequence[Example], *, of_data: bool = False) -> list[str]:
+    """Examples for the console: what was generated, or rows ``of_data``."""
+    return [f"  {'a row' if of_data else 'for example'}: {example_line(example)}" for example in shown]
 
 
 def held_out_row(sets: Mapping[str, Mapping[str, float]], seconds: Mapping[str, float]) -> dict[str, float]:
@@ -93,17 +103,17 @@ def held_out_row(sets: Mapping[str, Mapping[str, float]], seconds: Mapping[str, 
     return row | {f"perf/{name}_time": value for name, value in seconds.items()}
 
 
-def held_out_line(iteration: int, sets: Mapping[str, Mapping[str, float]]) -> str:
+def held_out_line(step: int, sets: Mapping[str, Mapping[str, float]], *, alone: bool = False) -> str:
     """About an evaluation: the loss of each held-out set of rows and, of pairs, the share in the right order."""
     words = []
     for name, metrics in sets.items():
         accuracy = f" (accuracy {metrics['accuracy']:.1%})" if "accuracy" in metrics else ""
         words.append(f"{name} loss {metrics['loss']:.4f}{accuracy}")
-    return f"eval after {iteration} rollouts: {'  '.join(words)}"
+    return f"{eval_title(step, alone=alone)}: {'  '.join(words)}"
 
 
 def example_line(example: Example) -> str:
-    """The end of a prompt, the beginning of its response, and the reward if it has one, in one line."""
+    """The end of a prompt, the beginning of its response, and set and reward if it has them, in one line."""
     prompt, response = (" ".join(str(example[part]).split()) for part in ("prompt", "response"))
     prompt = prompt if len(prompt) <= PROMPT_CHARACTERS else f"…{prompt[-PROMPT_CHARACTERS:]}"
     response = response if len(response) <= RESPONSE_CHARACTERS else f"{response[:RESPONSE_CHARACTERS]}…"
@@ -113,7 +123,8 @@ def example_line(example: Example) -> str:
     end = (
         "" if reward is None else f" (reward {reward:g})" if isinstance(reward, int | float) else f" (reward {reward})"
     )
-    return f"{prompt} → {response}{end}"
+    start = f"{example['set']}: " if "set" in example else ""
+    return f"{start}{prompt} → {response}{end}"
 
 
 def step_line(
@@ -150,7 +161,7 @@ def step_line(
     generated = "perf/data_time" not in row
     phases = [("rollout", "generate" if generated else "data"), ("train", "train")]
     phases += [("update_weights", "sync")] if generated else []
-    words.append(" ".join(f"{title} {row.get(f'perf/{name}_time', 0.0):.1f} s" for name, title in phases))
+    words.append(" ".join(f"{title} {duration(row.get(f'perf/{name}_time', 0.0))}" for name, title in phases))
     return "  ".join(words)
 
 

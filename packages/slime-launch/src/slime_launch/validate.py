@@ -11,6 +11,7 @@ from slime_convert.shape import ModelShape, check_flags
 from slime_core.config import GROUP_RELATIVE
 from slime_core.errors import ConfigError
 from slime_core.schedule import check_batch_sizes
+from slime_core.words import counted
 from slime_launch.config import Settings
 from slime_launch.devices import run_device
 from slime_launch.errors import Problems
@@ -277,7 +278,7 @@ def _notices_of_kind(settings: Settings) -> list[str]:
             "which has both at the same"
         )
     if run.num_epoch is not None:
-        lines.append(f"--num-epoch {run.num_epoch}: {settings.num_rollout} rollouts")
+        lines.append(f"--num-epoch {run.num_epoch}: {counted(settings.num_rollout, 'rollout')}")
     if settings.engines_sleep and settings.engine.sglang_config is not None:
         lines.append("engines of other models than the trained one keep their memory: only its weights are sent again")
     if not settings.trains:

@@ -177,7 +177,7 @@ def test_the_overview_shows_figures_curves_and_evaluations(reader, one):
     described = reader.js(
         "return document.querySelector('#panel-overview .plot[aria-label]').getAttribute('aria-label')"
     )
-    assert "rollouts trained on" in described and "least" in described
+    assert "after step" in described and "least" in described
     row = reader.text("#panel-overview section table tbody tr")
     assert "–" in row and "aime" in row
 
@@ -223,7 +223,7 @@ def test_the_timeline_is_read_by_keys(reader, one):
     assert reader.text("#panel-time .said").startswith("engine 0: generate, rollout 0")
     canvas.send_keys("++", Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
     reader.shows("#panel-time .said", "rollout 1")
-    reader.labelled("go to rollout").send_keys("7\t")
+    reader.labelled("go to step").send_keys("7\t")
     for words in ("trainers wait for generation", "51.0 %", "rank 3"):
         reader.shows("#panel-time", words)
 

@@ -76,7 +76,7 @@ def test_a_run_in_numbers(tmp_path):
         run["command"]
         == "slime-launch train \\\n  --num-rollout 2 \\\n  --bf16 \\\n  --eval-prompt-data held 'a file.jsonl'"
     )
-    assert ("rollouts", "2 of 2") in run["headline"] and ("held", "0.250 → 0.750") in run["headline"]
+    assert ("steps", "2 of 2") in run["headline"] and ("held", "0.250 → 0.750") in run["headline"]
     assert run["curves"]["rollout"]["series"]["rollout/raw_reward"] == [0.5, 0.75]
     assert run["curves"]["rollout"]["series"]["perf/odd"] == [None, None]
     assert run["titles"]["train/loss"].startswith("loss of the optimizer step")

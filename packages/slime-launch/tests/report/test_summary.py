@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from slime_core.types import RolloutBatch, Sample
 from slime_launch.flags import parse_train
-from slime_launch.report import draw_chart, make_report, report_lines, write_report
+from slime_launch.report import draw_chart, make_report, report_lines, scoring_problem, write_report
 from slime_launch.resume import RunState, StartWeights
 from slime_launch.tracking import Tracker
 
@@ -64,7 +64,7 @@ def test_samples_without_a_score_are_counted(tmp_path):
     rows = [*ROWS, {"kind": "rollout", "step": 2, "rollout_id": 2, "rollout/reward_failures": 7.0}]
     report = make_report(rows, output_dir=tmp_path, checkpoint=None, minutes=1.5)
     assert report.unscored == 7
-    assert "samples that could not be scored: 7; logs/rollout.log says why" in report_lines(report)
+    assert report_lines(report)[-1] == f"7 samples could not be scored; {tmp_path}/logs/rollout.log says why"
     scored = make_report(ROWS, output_dir=tmp_path, checkpoint=None, minutes=1.5)
     assert not any("scored" in line for line in report_lines(scored))
 
@@ -74,6 +74,51 @@ def test_files_for_people_and_programs(tmp_path):
     write_report(report)
     assert Path(report.reward_curve).read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "report.json").read_text())["eval_after"] == {"sums": 0.875}
+
+
+def test_a_run_whose_rewards_failed_mostly_is_no_success(tmp_path):
+    """3 rollouts of 8 samples: 12 failures are half of them and tolerated, as a service may be down; 13 are more."""
+    for failed, problem in ((12.0, None), (13.0, "13 of 24 samples could not be scored")):
+        rows = [*ROWS, {"kind": "rollout", "step": 2, "rollout_id": 2, "rollout/reward_failures": failed}]
+        found = scoring_problem(make_report(rows, output_dir=tmp_path, checkpoint=None, minutes=1.5), 8)
+        assert found == problem or found.startswith(problem)
+
+
+def test_an_evaluation_alone_says_of_what_and_of_no_checkpoint_that_it_could_have_written(tmp_path):
+    row = {"kind": "eval", "step": 2, "rollout_id": 2, "eval/sums": 0.25}
+    report = make_report(
+        [row], output_dir=tmp_path, checkpoint=None, minutes=0.5, evaluated="a/iter_0000002, after step 2"
+    )
+    lines = report_lines(report)
+    assert lines[1] == "evaluated a/iter_0000002, after step 2, in 30.0 s"
+    assert "mean reward on sums: 0.250" in lines and not any("--save" in line for line in lines)
+
+
+def test_what_a_run_did_is_counted_in_words(tmp_path):
+    def done(*rows):
+        return report_lines(make_report(rows, output_dir=tmp_path, checkpoint=None, minutes=0.0))[1]
+
+    train, rollout = ({"kind": kind, "step": 0, "rollout_id": 0} for kind in ("train", "rollout"))
+    assert done(train, rollout) == "trained for 1 step"
+    assert done(train, train, rollout) == "trained for 1 step of 2 optimizer steps"
+    assert done(rollout) == "generated 1 rollout" and done(rollout, rollout) == "generated 2 rollouts"
+
+
+def test_parts_of_a_step_are_no_more_than_the_whole_unless_they_are_done_ahead(tmp_path):
+    """A rollout that was read after a restart took no time to generate: the mean counts it as 0."""
+
+    def lines(*times):
+        rows = [
+            {"kind": "rollout", "step": at, "rollout_id": at, "rollout/raw_reward": 0.5}
+            | {f"perf/{name}_time": value for name, value in row.items()}
+            for at, row in enumerate(times)
+        ]
+        return report_lines(make_report(rows, output_dir=tmp_path, checkpoint=None, minutes=1.0))
+
+    resumed = lines({"rollout": 20.0, "generate": 18.0}, {"rollout": 1.0})
+    assert "  generate and score    10.50" in resumed and "  · generate             9.00" in resumed
+    ahead = lines({"rollout": 2.0, "generate": 18.0})
+    assert any(line.split() == ["·", "generate,", "ahead", "18.00"] for line in ahead)
 
 
 @pytest.fixture
@@ -211,7 +256,7 @@ def finished(flags, to_words, workspace):
 def test_a_finished_run_says_so_and_reports_again(finished, workspace):
     done = subprocess.run(finished, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert f"the run in {workspace / 'save'} is finished: 2 rollouts; give a larger --num-rollout" in done.stdout
+    assert f"the run in {workspace / 'save'} is finished after 2 steps; give a larger --num-rollout" in done.stdout
     assert "mean reward per rollout" in done.stdout
     assert str(workspace / "save" / "iter_0000002") in done.stdout
 

@@ -87,8 +87,8 @@ def test_page_and_trace_have_every_span():
     lanes = {"loop": [Interval(100, 102, "generate", 0)], "rank 0": [Interval(102, 102.5, "optimizer", 0)]}
     found = timeline(lanes, 100.0)
     assert found["lanes"] == [
-        {"who": "loop", "spans": [[0.0, 2.0, 0, 0]]},
-        {"who": "rank 0", "spans": [[2.0, 0.5, 1, 0]]},
+        {"who": "loop", "spans": [[0.0, 2.0, 0, 1]]},
+        {"who": "rank 0", "spans": [[2.0, 0.5, 1, 1]]},
     ]
     trace = chrome_trace({"runs": [{"name": "a", "began": 100.0, "timeline": found}]})
     names = {event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}

@@ -232,6 +232,6 @@ def _checkpoints(settings: Settings, found: Found) -> dict[str, str]:
         if weights is not None and settings.algorithm.needs_reference:
             values["reference"] = weights.ref_load
         if manifest is not None:
-            values["continues"] = f"{settings.megatron.save}, after {manifest.iteration} rollouts"
+            values["continues"] = f"{settings.megatron.save}, after step {manifest.iteration}"
     others = {"critic": settings.megatron.critic_load, "teacher": teacher_source(settings.megatron)}
     return values | {role: str(path) for role, path in others.items() if path is not None}

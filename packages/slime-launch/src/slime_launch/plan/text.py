@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from slime_convert.progress import aligned
+from slime_core.words import duration
 from slime_launch.plan.build import Plan
 from slime_launch.plan.engines import EngineMemory
 from slime_launch.plan.memory import gib
@@ -128,7 +129,7 @@ def _transports(plan: Plan) -> list[str]:
 def _times(plan: Plan) -> list[str]:
     rows = [(one.phase, f"{one.seconds:,.1f} s", f"{one.times:,} times", one.of) for one in plan.times]
     if "seconds_at_most" in plan.run:
-        rows.append(("the run", f"{plan.run['seconds_at_most'] / 3600:,.1f} h", "", "without scoring"))
+        rows.append(("the run", duration(plan.run["seconds_at_most"]), "", "without scoring"))
     return _table(rows, range(1, 3))
 
 

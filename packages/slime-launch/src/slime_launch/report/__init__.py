@@ -6,7 +6,16 @@ from slime_launch.report.summary import (
     make_report,
     report_if_finished,
     report_lines,
+    scoring_problem,
     write_report,
 )
 
-__all__ = ["Report", "draw_chart", "make_report", "report_if_finished", "report_lines", "write_report"]
+__all__ = [
+    "Report",
+    "draw_chart",
+    "make_report",
+    "report_if_finished",
+    "report_lines",
+    "scoring_problem",
+    "write_report",
+]

@@ -14,6 +14,7 @@ from typing import Any
 
 from slime_core.errors import SlimeError
 from slime_core.metrics import eval_scores
+from slime_core.words import duration
 from slime_launch.errors import PreflightError
 from slime_launch.manifest import read_manifest
 from slime_launch.metric_names import entry_of, table
@@ -143,10 +144,10 @@ def _headline(
 ) -> Iterator[tuple[str, str]]:
     rollouts = [row for row in rows if row["kind"] == "rollout"]
     wanted, _ = settings.get("num_rollout", (None, None))
-    yield "rollouts", f"{len(rollouts)} of {wanted}" if wanted is not None else str(len(rollouts))
+    yield "steps", f"{len(rollouts)} of {wanted}" if wanted is not None else str(len(rollouts))
     if steps := sum(row["kind"] == "train" for row in rows):
         yield "optimizer steps", str(steps)
-    yield "time", f"{seconds / 3600:.1f} h" if seconds >= 7200 else f"{seconds / 60:.1f} min"
+    yield "time", duration(seconds)
     rewards = [row[REWARD] for row in rollouts if row.get(REWARD) is not None]
     if rewards:
         part = max(len(rewards) // 10, 1)
@@ -164,7 +165,9 @@ def _curves(rows: Sequence[Row], kind: str) -> Data:
     chosen = chosen[::stride]
     names = dict.fromkeys(name for row in chosen for name in row if "/" in name)
     series = {name: [_short(row.get(name)) for row in chosen] for name in sorted(names)}
-    return {"x": [row["step"] for row in chosen], "series": series}
+    # The file counts from 0; steps are counted from 1 where people read them, and an evaluation is after one.
+    first = 0 if kind == "eval" else 1
+    return {"x": [row["step"] + first for row in chosen], "series": series}
 
 
 def _short(value: float | None) -> float | None:

@@ -45,6 +45,7 @@ def _merged(files: list[Path]) -> Iterator[dict[str, Any]]:
     kept, *ranks = map(_read, files)
     computed = {index: columns for rank in ranks for index, columns in rank.items()}
     for sample in kept:
+        sample["rollout"] += 1  # steps are counted from 1 where people read them
         columns = computed.get(str(sample["index"]), {}) if sample["dropped"] is None else {}
         for name in ("train_log_probs", "advantages"):
             values, half = columns.get(name), MOST_TOKENS // 2

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime_core.files import write_whole
 from slime_core.metrics import eval_scores
+from slime_core.words import counted, duration
 from slime_launch.console import RunConsole
 from slime_launch.output_dir import find_run_dir
 from slime_launch.step_metrics import example_line
@@ -38,6 +39,8 @@ PHASES = {
     "weight_canary": "· compare log-probs",
     "step": "whole step",
 }
+PARTS_OF_ROLLOUT = ("data", "generate", "reward")
+ROUNDING = 0.01  # of clocks in two processes
 FIRST_AND_LAST = ("in the first rollout", "in the last rollout")
 BLOCKS = " ▁▂▃▄▅▆▇█"
 WIDTH = 60
@@ -66,6 +69,7 @@ class Report:
         ledger: What became of all samples, ``generated`` and the others of `slime_rollout.data.Ledger.counts`, and
             ``stale``: how often one was generated again because it was too old. ``None`` where nobody counted.
         ledger_balances: Whether they add up.
+        evaluated: What was evaluated where nothing was trained, and after which step it was saved, if that is known.
     """
 
     rollouts: int
@@ -90,6 +94,7 @@ class Report:
     loss_curve: str | None
     ledger: dict[str, int] | None = None
     ledger_balances: bool = True
+    evaluated: str | None = None
 
 
 def make_report(
@@ -99,10 +104,12 @@ def make_report(
     checkpoint: Path | None,
     minutes: float,
     account: Account | None = None,
+    evaluated: str | None = None,
 ) -> Report:
     """Summarize a run from its metrics.
 
-    ``checkpoint`` is its last one, ``minutes`` the wall time of this start, ``account`` what became of the samples.
+    ``checkpoint`` is its last one, ``minutes`` the wall time of this start, ``account`` what became of the samples, and
+    ``evaluated`` what an evaluation alone was of.
     """
     rollouts = [row for row in rows if row["kind"] == "rollout"]
     evals = sorted((row for row in rows if row["kind"] == "eval"), key=lambda row: row["rollout_id"])
@@ -135,6 +142,7 @@ def make_report(
         loss_curve=str(output_dir / LOSS_CURVE_FILE) if on_data else None,
         ledger=None if account is None else account.counts | {"stale": _sum(rollouts, "rollout/stale_samples")},
         ledger_balances=account is None or account.problem is None,
+        evaluated=evaluated,
     )
 
 
@@ -155,10 +163,9 @@ def is_reported(report: Report) -> bool:
 
 def report_lines(report: Report) -> list[str]:
     """The report as text."""
-    minutes = f", in {report.minutes:.1f} min" if report.minutes else ""
-    done = "trained on" if report.steps else "generated" if report.rollouts else "evaluated after"
-    lines = ["", f"{done} {report.rollouts} rollouts, {report.steps} optimizer steps{minutes}"]
-    measure = "loss" if report.loss_curve is not None else "mean reward"
+    on_data = report.loss_curve is not None
+    lines = ["", f"{done_words(report)}{f', in {duration(60 * report.minutes)}' if report.minutes else ''}"]
+    measure = "loss" if on_data else "mean reward"
     for name, after in report.eval_after.items():
         before = report.eval_before.get(name)
         change = f"{before:.3f} → {after:.3f}" if before is not None and report.rollouts else f"{after:.3f}"
@@ -167,18 +174,19 @@ def report_lines(report: Report) -> list[str]:
     if report.samples_of == "held-out prompts":
         titles = ("before training", "after training") if report.rollouts else ("held-out prompts",) * 2
     for title, samples in zip(titles, (report.samples_before, report.samples_after), strict=True):
-        lines += [title, *(f"  {example_line(example)}" for example in samples)] if samples else []
+        # Rows of a data set were shown at the first step, and training has not changed them.
+        lines += [title, *(f"  {example_line(example)}" for example in samples)] if samples and not on_data else []
     if report.ledger is not None and report.ledger["generated"]:
-        lines.append(ledger_line(report.ledger, balances=report.ledger_balances))
-    if report.unscored:
-        lines.append(f"samples that could not be scored: {report.unscored}; logs/rollout.log says why")
+        lines.append(ledger_line(report.ledger, balances=report.ledger_balances, of_data=on_data))
     if len(report.rewards) > 1:
         lines += ["", "mean reward per rollout", *draw_chart(report.rewards)]
-    if report.loss_curve is not None and len(report.losses) > 1:
+    if on_data and len(report.losses) > 1:
         lines += ["", "loss per rollout", *draw_chart(report.losses)]
     if report.seconds:
         lines += ["", "mean seconds per rollout"]
-        lines += [f"  {title:<22} {report.seconds[key]:8.2f}" for key, title in _titles(report.seconds).items()]
+        titles_of = _titles(report.seconds)
+        width = max(map(len, titles_of.values()))
+        lines += [f"  {title:<{width}} {report.seconds[key]:8.2f}" for key, title in titles_of.items()]
     lines += ["", f"metrics, report.json  {report.run_dir}"]
     lines.append(f"a page about the run  slime-launch report {report.run_dir}")
     for title, curve in (("reward", report.reward_curve), ("loss", report.loss_curve)):
@@ -187,23 +195,52 @@ def report_lines(report: Report) -> list[str]:
     if report.tensorboard_dir is not None:
         lines.append(f"TensorBoard           tensorboard --logdir {Path(report.run_dir).parent}")
     lines.append(f"logs                  {report.logs_dir}")
-    lines.append(f"checkpoint            {report.checkpoint_dir or 'none; --save DIR writes one'}")
+    if report.evaluated is None:
+        lines.append(f"checkpoint            {report.checkpoint_dir or 'none; --save DIR writes one'}")
+    if report.unscored:
+        lines.append(
+            f"{counted(report.unscored, 'sample')} could not be scored; {report.logs_dir}/rollout.log says why"
+        )
     return lines
 
 
-def ledger_line(counts: Mapping[str, int], *, balances: bool) -> str:
-    """What became of all samples, as a sum."""
+def done_words(report: Report) -> str:
+    """What the run did."""
+    if report.evaluated is not None:
+        return f"evaluated {report.evaluated}"
+    steps = counted(report.rollouts, "step")
+    if not report.steps:
+        return f"generated {counted(report.rollouts, 'rollout')}"
+    more = "" if report.steps == report.rollouts else f" of {counted(report.steps, 'optimizer step')}"
+    return f"trained for {steps}{more}"
+
+
+def scoring_problem(report: Report, samples_per_rollout: int) -> str | None:
+    """What is wrong where more than half of a run's samples could not be scored: it was trained on failures mostly."""
+    total = report.rollouts * samples_per_rollout
+    if 2 * report.unscored <= total:
+        return None
+    return (
+        f"{report.unscored:,} of {counted(total, 'sample')} could not be scored, more than half, so the run ends "
+        f"with exit code 1; {report.logs_dir}/rollout.log says why. Correct the reward, which `slime-rollout "
+        "check-hooks --run` tries out, and train again"
+    )
+
+
+def ledger_line(counts: Mapping[str, int], *, balances: bool, of_data: bool = False) -> str:
+    """What became of all samples, as a sum; those ``of_data`` were read, not generated."""
     waiting = counts["buffered"] + counts["out"]
     terms = {"trained": counts["trained"], "filtered": counts["filtered"], "aborted": counts["aborted"]}
     right = " + ".join(f"{count:,} {name}" for name, count in (terms | {"waiting": waiting}).items())
     again = f"; {counts['stale']:,} generated again as too old" if counts["stale"] else ""
-    return f"samples: {counts['generated']:,} generated {'=' if balances else '≠'} {right}{again}"
+    came = "read" if of_data else "generated"
+    return f"samples: {counts['generated']:,} {came} {'=' if balances else '≠'} {right}{again}"
 
 
 def report_if_finished(checked: Checked, output_dir: Path) -> bool:
     """If the run in ``--save`` is trained to ``--num-rollout`` and evaluated there, say so and report again."""
     manifest, settings = checked.manifest, checked.settings
-    if manifest is None or manifest.iteration < settings.num_rollout:
+    if manifest is None or manifest.iteration < settings.num_rollout or settings.only_evaluates:
         return False
     save = Path(str(settings.megatron.save))
     # Another --output-dir may have been given this time.
@@ -215,7 +252,8 @@ def report_if_finished(checked: Checked, output_dir: Path) -> bool:
         return False
     checkpoint = save / manifest.checkpoint if manifest.checkpoint is not None else None
     console = RunConsole()
-    console.line(f"the run in {save} is finished: {manifest.iteration} rollouts; give a larger --num-rollout to go on")
+    steps = counted(manifest.iteration, "step")
+    console.line(f"the run in {save} is finished after {steps}; give a larger --num-rollout to go on")
     report = make_report(rows, output_dir=output_dir, checkpoint=checkpoint, minutes=0.0)
     if output_dir.is_dir() and not is_reported(report):  # it was killed after its last checkpoint
         write_report(report)
@@ -278,14 +316,12 @@ def scores_of(row: Row) -> dict[str, float]:
 
 
 def _mean_seconds(rollouts: Sequence[Row]) -> dict[str, float]:
-    """Mean of every ``perf/<phase>_time``, over the rollouts that have it."""
+    """Mean of every ``perf/<phase>_time`` over all rollouts, 0 in those that lack it: so parts add up to the whole."""
     names = dict.fromkeys(
         name for row in rollouts for name in row if name.startswith("perf/") and name.endswith("_time")
     )
     return {
-        name.removeprefix("perf/").removesuffix("_time"): fmean(
-            row[name] for row in rollouts if row.get(name) is not None
-        )
+        name.removeprefix("perf/").removesuffix("_time"): fmean(row.get(name) or 0.0 for row in rollouts)
         for name in names
     }
 
@@ -297,10 +333,12 @@ def _sum(rows: Sequence[Row], name: str) -> int:
 def _titles(seconds: dict[str, float]) -> dict[str, str]:
     """Phases in the order of a step, with the trainer's own phases below `train`."""
     titles: dict[str, str] = {}
+    parts = sum(seconds.get(key, 0.0) for key in PARTS_OF_ROLLOUT)
+    ahead = parts > seconds.get("rollout", 0.0) * (1 + ROUNDING)  # they were done while the trainers were at work
     other = {"rollout": "read and split rows", "update_weights": None} if "data" in seconds else {}
     for key, title in PHASES.items():
         if key in seconds and (shown := other.get(key, title)) is not None:
-            titles[key] = shown
+            titles[key] = f"{shown}, ahead" if ahead and key in PARTS_OF_ROLLOUT else shown
         if key == "train":
             titles |= {name: f"· {name}" for name in seconds if name not in PHASES}
     return titles

@@ -170,7 +170,7 @@ def timeline(lanes: Lanes, began: float) -> dict[str, Any]:
         {
             "who": who,
             "spans": [
-                [round(one.start - began, 3), round(one.end - one.start, 3), place[one.what], one.rollout_id]
+                [round(one.start - began, 3), round(one.end - one.start, 3), place[one.what], one.rollout_id + 1]
                 for one in spans
                 if one.start >= since
             ],

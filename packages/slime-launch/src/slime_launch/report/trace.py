@@ -27,4 +27,4 @@ def _events(runs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": number}}
             for start, seconds, what, rollout in lane["spans"]:
                 times = {"ts": round((run["began"] - first + start) * 1e6), "dur": round(seconds * 1e6)}
-                yield {"ph": "X", "name": kinds[what], "cat": "slime", **place, **times, "args": {"rollout": rollout}}
+                yield {"ph": "X", "name": kinds[what], "cat": "slime", **place, **times, "args": {"step": rollout}}

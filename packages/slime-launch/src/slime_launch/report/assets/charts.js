@@ -168,7 +168,7 @@ const cards = new Set();
 /** After a change between light and dark. */
 Report.recolour = () => cards.forEach((card) => card.redraw());
 
-const X_TITLES = { rollout: "rollout", train: "optimizer step", eval: "rollouts trained on" };
+const X_TITLES = { rollout: "step", train: "optimizer step", eval: "after step" };
 const DASHES = [undefined, [6, 4], [2, 3], [10, 3, 2, 3]];
 
 /** Names without the parts that all of them begin with; of one name, its last part. */

@@ -46,7 +46,7 @@ const evalTable = (runs) => {
   const low = Math.min(...ends), high = Math.max(...ends);
   const several = runs.length > 1;
   const others = [...new Set(rows.flatMap((row) => Object.keys(row.metrics ?? {})))];
-  const columns = [["set", "text"], ...(several ? [["run", "text"]] : []), ["rollouts trained on", "number"], [rows.every((row) => row.measure === "loss") ? "loss" : "score", "number"], ["95 % interval", "number"], ["", "bar"], ["samples", "number"], ...others.map((name) => [name, "number"])];
+  const columns = [["set", "text"], ...(several ? [["run", "text"]] : []), ["after step", "number"], [rows.every((row) => row.measure === "loss") ? "loss" : "score", "number"], ["95 % interval", "number"], ["", "bar"], ["samples", "number"], ...others.map((name) => [name, "number"])];
   rows.sort((a, b) => a.set.localeCompare(b.set) || a.run.localeCompare(b.run) || a.rollouts - b.rollouts);
   const cells = rows.map((row) => [
     row.set, ...(several ? [row.run] : []), number(row.rollouts), row.score?.toFixed(3) ?? "–",
@@ -60,7 +60,7 @@ const evalTable = (runs) => {
 const evalCharts = () => {
   const sets = [...new Set(Report.data.runs.flatMap((run) => (run.evals ?? []).map((row) => row.set)))];
   return sets.map((set) => ({
-    key: `eval of ${set}`, title: `Evaluation: ${set}`, kind: "eval", unit: "", xTitle: "rollouts trained on", note: "bands: 95 % intervals",
+    key: `eval of ${set}`, title: `Evaluation: ${set}`, kind: "eval", unit: "", xTitle: "after step", note: "bands: 95 % intervals",
     lines: Report.shownRuns().map(({ run, place }) => {
       const rows = (run.evals ?? []).filter((row) => row.set === set);
       const line = { label: Report.data.runs.length === 1 ? rows[0]?.measure ?? "score" : run.name, colour: Report.colourName(place), x: rows.map((row) => row.rollouts), values: rows.map((row) => row.score) };

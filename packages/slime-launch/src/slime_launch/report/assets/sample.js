@@ -16,7 +16,7 @@ const figures = (sample) => {
 
 const heading = (sample) =>
   el("div", { class: "sample-head" },
-    el("h2", {}, `Sample ${sample.index}`, el("small", {}, ` rollout ${sample.rollout}, group ${sample.group}, trajectory ${sample.trajectory}`)),
+    el("h2", {}, `Sample ${sample.index}`, el("small", {}, ` step ${sample.rollout}, group ${sample.group}, trajectory ${sample.trajectory}`)),
     chip(sample.status, sample.status === "completed" ? "" : "warn"),
     sample.dropped ? chip(`dropped: ${sample.dropped}`, "warn") : null,
     sample.failure ? chip(`not scored: ${sample.failure}`, "warn") : null);

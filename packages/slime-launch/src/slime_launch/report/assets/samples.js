@@ -4,7 +4,7 @@
 const { el, number, field, select, offer, debounce } = Report;
 const PROMPT_SHOWN = 160;
 const COLUMNS = [
-  { title: "rollout", field: "rollout", width: 70, sorter: "number" },
+  { title: "step", field: "rollout", width: 70, sorter: "number" },
   { title: "index", field: "index", width: 66, sorter: "number" },
   { title: "group", field: "group", width: 66, sorter: "number", visible: false },
   { title: "reward", field: "reward", width: 72, sorter: "number" },
@@ -149,7 +149,7 @@ const build = (panel) => {
     el("form", { class: "row filters", role: "search", "aria-label": "Filter samples", submit: (event) => event.preventDefault() },
       field("text", parts.search), el("div", { class: "field", role: "group", "aria-label": "Reward" }, el("span", {}, "reward"), from(lowReward, highReward, "reward")),
       el("div", { class: "field", role: "group", "aria-label": "Length" }, el("span", {}, "length"), from(lowLength, highLength, "length")),
-      field("rollout", rollout), field("status", parts.status), field("dropped", parts.dropped)),
+      field("step", rollout), field("status", parts.status), field("dropped", parts.dropped)),
     el("div", { class: "row" }, field("sort by", parts.sort), parts.down,
       el("button", { type: "button", click: () => go(-1) }, "previous"), el("button", { type: "button", click: () => go(1) }, "next"),
       el("button", { type: "button", click: reset }, "clear filters"), parts.count),
@@ -190,7 +190,7 @@ Report.tabs.samples = {
     if (!words.has("index") || (open && open.run === Report.run().name && open.rollout === rollout && open.index === index)) return;
     const id = Report.run().samples?.findIndex((sample) => sample.rollout === rollout && sample.index === index) ?? -1;
     if (id >= 0) await show(id);
-    else parts.detail.replaceChildren(el("p", { class: "empty" }, `Sample ${index} of rollout ${rollout} was not kept.`));
+    else parts.detail.replaceChildren(el("p", { class: "empty" }, `Sample ${index} of step ${rollout} was not kept.`));
   },
 };
 })();

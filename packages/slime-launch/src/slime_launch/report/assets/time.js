@@ -46,7 +46,7 @@ const build = (panel) => {
   say("");
   const button = (words, name, call) => el("button", { type: "button", "aria-label": name, title: name, click: call }, words);
   const rollout = el("input", { type: "number", min: "0", class: "short", change: () => {
-    if (rollout.value !== "" && !drawing.focusRollout(Number(rollout.value))) say(`No entry of rollout ${rollout.value}.`);
+    if (rollout.value !== "" && !drawing.focusRollout(Number(rollout.value))) say(`No entry of step ${rollout.value}.`);
   } });
   panel.append(
     section(
@@ -54,7 +54,7 @@ const build = (panel) => {
       el("div", { class: "row" },
         button("+", "zoom in", () => drawing.zoom(0.6)), button("−", "zoom out", () => drawing.zoom(1 / 0.6)),
         button("←", "earlier", () => drawing.pan(-0.5)), button("→", "later", () => drawing.pan(0.5)), button("all", "show the whole run", () => drawing.all()),
-        field("go to rollout", rollout), parts.legend),
+        field("go to step", rollout), parts.legend),
       parts.missing, drawing.node, parts.said,
     ),
     section("Time lost", parts.lost),

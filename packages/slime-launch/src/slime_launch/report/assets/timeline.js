@@ -49,7 +49,7 @@ Report.timeline = (say) => {
   const x = (time) => LABELS + ((time - view.from) / (view.to - view.from)) * width();
   const words = ({ lane, span }) => {
     const [start, seconds, what, rollout] = timeline.lanes[lane].spans[span];
-    const of = rollout === null || rollout === undefined ? "" : `, rollout ${rollout}`;
+    const of = rollout === null || rollout === undefined ? "" : `, step ${rollout}`;
     return `${timeline.lanes[lane].who}: ${timeline.kinds[what]}${of}, ${duration(seconds)}, from ${duration(start)} on`;
   };
 
