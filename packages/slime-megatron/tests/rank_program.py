@@ -18,6 +18,7 @@ import traceback
 from pathlib import Path
 
 from rank_checkpoints import Checkpoints
+from rank_collectives import Collectives
 from rank_engine import EngineLayers
 from rank_gradients import whole_gradient
 from rank_host import HostOptimizer
@@ -54,7 +55,7 @@ class Channel:
         self.events.append(("end",))
 
 
-class Rank(Checkpoints, EngineLayers, HostOptimizer, WeightChecks):
+class Rank(Checkpoints, Collectives, EngineLayers, HostOptimizer, WeightChecks):
     """The commands."""
 
     worker = None
