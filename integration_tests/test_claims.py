@@ -1,4 +1,4 @@
-"""Every test that the page of claims names exists, and what it says is part of `scripts/test` is not left out there."""
+"""Every test that the pages of claims name exists, and none that is said to be in `scripts/test` is left out there."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "explanation" / "claims.md"
+FAILURES = PAGE.with_name("what-cannot-go-wrong.md")
 NAME = re.compile(r"`([\w/]+)::(test_\w+)`")
 
 
@@ -54,6 +55,35 @@ def test_what_shows_a_claim_is_there(claim: str, default: str, full: str) -> Non
         assert not is_full(tree, function), f"{place}::{name} runs in --full alone"
     for place, name in NAME.findall(full):
         assert functions(place, name)[1], f"there is no {place}::{name}"
+
+
+def kinds() -> dict[str, str]:
+    """The sections of the page of failures."""
+    parts = re.split(r"^## (\d+)\. .*$", FAILURES.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+KINDS = kinds()
+
+
+@pytest.mark.parametrize("kind", [str(number) for number in range(1, 11)])
+def test_a_kind_of_failure_has_its_tests(kind: str) -> None:
+    text = KINDS[kind]
+    assert re.search(r"^\*[\w-]+ #\d+.*\*$", text, re.MULTILINE), "the reports are named"
+    assert "**You see:** " in text
+    named = NAME.findall(re.sub(r"\*`[^`]+`\*", "", text))
+    assert named and len(NAME.findall(text)) == text.count("::test_"), "a test is named otherwise"
+    for place, name in named:
+        tree, [function] = functions(place, name)
+        assert not is_full(tree, function), f"{place}::{name} runs in --full alone; write it in italics"
+    for place, name in NAME.findall(" ".join(re.findall(r"\*(`[^`]+`)\*", text))):
+        tree, [function] = functions(place, name)
+        assert is_full(tree, function), f"{place}::{name} runs in scripts/test; write it without italics"
+
+
+def test_a_test_that_does_not_exist_is_found() -> None:
+    with pytest.raises(ValueError, match="not enough values"):
+        _, [_] = functions("routing", "test_that_nobody_wrote")
 
 
 def test_the_mark_is_seen() -> None:

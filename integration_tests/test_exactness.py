@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import random
@@ -102,6 +103,30 @@ def test_trainer_and_engine_agree_before_training_and_after_every_update(
             behind, _ = _difference(batch, trainer)
             print(f"engine one version behind: max |log-prob difference| {behind:.2e}")
             assert behind > TOLERANCE
+
+
+@pytest.mark.real
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("rollouts", [6, pytest.param(50, marks=pytest.mark.full)])
+def test_at_a_rate_of_0_their_difference_stays_as_it_is(
+    qwen3: Assets, external_fleet: EngineFleet, rollouts: int
+) -> None:
+    """Steps that change nothing, and updates that bring nothing new: nothing adds up."""
+    config, shape = _rollouts(qwen3).changed(rollout_batch_size=2), ModelShape.from_hf_config(qwen3.hf)
+    found = []
+    with ranks.Ranks(1, dataclasses.replace(_config(qwen3), lr=0.0, weight_decay=0.0), ALGORITHM, shape) as trainer:
+        manager = RolloutManager(config, router_url=external_fleet.router_url, run_seed=7)
+        channel = TensorWeightChannel(external_fleet.engine_urls)
+        for version in range(rollouts):
+            trainer.call(ranks.push, channel, version)
+            batch = manager.generate(version)
+            found.append(_difference(batch, trainer)[0])
+            [report] = trainer.call(ranks.train, _shards(batch))
+            assert report["grad_norm"] > 0
+    half = rollouts // 2
+    print(f"{rollouts} rollouts: max |log-prob difference| {max(found[:half]):.2e}, then {max(found[half:]):.2e}")
+    assert max(found) < TOLERANCE
+    assert statistics.median(found[half:]) < 2 * statistics.median(found[:half])
 
 
 NARROWED = {

@@ -39,7 +39,7 @@ def grade(written: str) -> float:
 
 
 async def ask(args: Any, text: str) -> str:
-    """The judge's reply. An error costs the sample its reward (--rm-on-failure), not the run."""
+    """The judge's reply. An error costs the group its place (--rm-on-failure), not the run."""
     if base := os.environ.get("JUDGE_URL"):
         url, headers = f"{base.rstrip('/')}/chat/completions", {}
         if key := os.environ.get("JUDGE_KEY"):

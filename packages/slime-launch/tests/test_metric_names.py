@@ -224,6 +224,7 @@ def generating(model, tmp_path, **changes):
         "n_samples_per_prompt": 2,
         "custom_generate_function_path": f"{tmp_path}/own.py:generate",
         "custom_rm_path": f"{tmp_path}/own.py:reward",
+        "rm_on_failure": "zero",
         "reward_key": "score",
         "max_weight_staleness": 1,
         **changes,

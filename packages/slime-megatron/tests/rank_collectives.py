@@ -12,11 +12,10 @@ class Collectives:
         A group is named by its number and its ranks; of each call there are the operation and, where all ranks give
         equally many, the numbers.
         """
+        import torch
         import torch.distributed as dist
         from torch.utils._python_dispatch import TorchDispatchMode
         from torch.utils._pytree import tree_leaves
-
-        import torch
 
         called = {}
 

@@ -2,6 +2,7 @@ import asyncio
 import contextlib
 import inspect
 import json
+import os
 import re
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from slime_rollout.config import RolloutConfig
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.errors import GenerationError, RewardError
 from slime_rollout.generate import sampling_seed
+from slime_rollout.rewards.scorers import Scorer
 from slime_rollout.rollout import RolloutData, RolloutManager
 
 ROWS = [{"prompt": f"say a number: {number}", "label": str(number)} for number in range(6)]
@@ -198,6 +200,84 @@ def test_a_reward_that_fails_costs_its_samples(manager, tmp_path, group):
     assert all(sample.reward == {"right": 0.0} and sample.remove_sample for sample in failed)
     assert not any(sample.remove_sample for sample in batch.samples if sample not in failed)
     assert batch.columns().batch() == batch
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_no_reward_arises_from_a_failure(manager, tmp_path, group):
+    """Of a judge that fails at random, none of its failures is a reward: groups are scored again, and stay whole."""
+    (tmp_path / "own.py").write_text(
+        "import random\nchance, calls = random.Random(7), []\n"
+        "def score(args, sample):\n"
+        "    calls.append(sample.index)\n"
+        "    if chance.random() < 0.5 or sample.index == 4:\n        raise ConnectionError('the judge was killed')\n"
+        "    return 2.0\n"
+        "def together(args, samples): return [score(args, sample) for sample in samples]\n"
+    )
+    path = f"{tmp_path}/own.py:{'together' if group else 'score'}"
+    given = manager(rm_type=None, custom_rm_path=path, group_rm=group)
+    replaced = 0
+    for number in range(2):
+        batch = given.generate(number)
+        assert [len(members) for members in batch.groups] == [3, 3]
+        assert {sample.reward for sample in batch.samples} == {2.0}
+        assert not any({"reward_failure", "reward_unreadable"} & {*sample.metadata} for sample in batch.samples)
+        assert "reward_failures" not in batch.metrics and 4 not in {sample.index for sample in batch.samples}
+        replaced += batch.metrics.get("dynamic_filter/drop_reward_failure", 0)
+    counts = given.source.ledger.counts
+    assert replaced >= 1 and counts["filtered"] == 3 * replaced and counts["trained"] == 12
+    assert given.source.check_ledger() is None
+
+
+def test_a_grader_that_is_killed_gives_no_reward(manager, engine, reply, caplog):
+    """The process that scores is killed twice while a score is awaited: that is scored again."""
+    given, killed = manager(rm_type="math", rm_workers=1, rm_timeout=60.0), []
+    engine.answer = lambda number, body: reply(text=rf"{number} \boxed{{{number % 2}}}")
+    pipeline = given._collector._pipeline
+    plain, turn, scored = pipeline._scorer.reward, asyncio.Lock(), []
+
+    async def reward(sample):
+        async with turn:
+            asked = asyncio.create_task(plain(sample))
+            if scored and len(killed) < 2:
+                await asyncio.sleep(0)
+                killed.extend(kill_keepers())
+            scored.append(await asked)
+            return scored[-1]
+
+    pipeline._scorer = Scorer(reward)
+    batch = given.generate(0)
+    assert len(killed) == 2 and "ended with exit code" in caplog.text
+    for sample in batch.samples:
+        assert "reward_failure" not in sample.metadata
+        assert sample.reward == float(sample.response.endswith(rf"\boxed{{{sample.group_index}}}"))
+
+
+def kill_keepers():
+    """Kill the processes of this one that keep verifiers; their numbers."""
+    tasks = Path("/proc/self/task").iterdir()
+    children = {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+    keepers = [pid for pid in children if b"slime_rollout.rewards.pool" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    for pid in keepers:
+        os.kill(pid, signal.SIGKILL)
+    return keepers
+
+
+def test_held_out_prompts_that_cannot_be_scored_are_left_out(manager, tmp_path, write_rows, caplog):
+    (tmp_path / "own.py").write_text(
+        "def score(args, sample):\n"
+        "    if sample.label in 'bx':\n        raise ConnectionError('the judge was killed')\n"
+        "    return 1.0\n"
+    )
+    mixed = write_rows([{"prompt": one, "label": one} for one in "abc"], "mixed.jsonl")
+    own = {"rm_type": None, "custom_rm_path": f"{tmp_path}/own.py:score"}
+    report = manager(**own, eval_prompt_data=("mixed", mixed)).evaluate(0)
+    assert report.scores == {"mixed": 1.0} and len(report.samples["mixed"]) == 2
+    assert "held-out set mixed: 1 of 3 prompts could not be scored" in caplog.text
+    broken = write_rows([{"prompt": "x", "label": "x"}], "broken.jsonl")
+    with pytest.raises(
+        RewardError, match=r"held-out set .*none of its 1 prompts could be scored: .*the judge was kill"
+    ):
+        manager(**own, eval_prompt_data=("broken", broken)).evaluate(0)
 
 
 def test_a_reward_that_never_works_ends_the_run(manager, tmp_path):

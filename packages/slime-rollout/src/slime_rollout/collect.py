@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from slime_core.types import Drop, Group, Keep, Sample, Status, Verdict
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data import Account, Fate, SourceCalls, copied_group
-from slime_rollout.errors import FAILURES, GenerationError, withdraw
+from slime_rollout.errors import FAILURES, REWARD_FAILURE, GenerationError, withdraw
 from slime_rollout.filters import CustomFilter
 from slime_rollout.generate import EngineClient, GenerationContext, by_trajectory, number_parts
 from slime_rollout.generate.custom import begin_anew, forget_rows_prompts
@@ -295,6 +295,8 @@ class Collector:
             return None
         if not group:
             return Drop(EMPTY)
+        if self._pipeline.is_unscored(group):
+            return Drop(REWARD_FAILURE)
         return Keep() if self._keep is None else await self._keep.judge(group)
 
     def _failed(self, work: _Work, error: BaseException) -> None:

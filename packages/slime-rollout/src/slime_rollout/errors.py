@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 REWARD_FAILURE = "reward_failure"
 """Entry of a sample's metadata that says why it could not be scored."""
+UNREADABLE = "reward_unreadable"
+"""Set in addition where a rule could not read the response, which counts as wrong: nothing else had failed."""
 TEACHER_FAILURE = "teacher_failure"
 """Entry of a sample's metadata that says why the teacher gave no log-probs."""
 FAILURES = (REWARD_FAILURE, TEACHER_FAILURE)
@@ -42,6 +44,10 @@ class VerifierError(RewardError):
     """
 
 
+class UnreadableResponseError(VerifierError):
+    """A built-in rule did not come to an end with a response, in its time and memory; its process was not at fault."""
+
+
 class TeacherError(SlimeError):
     """The teacher of on-policy distillation gave no log-probs: it refused, was late, or answered about other tokens."""
 
@@ -53,6 +59,8 @@ Outcome = RewardValue | VerifierError
 def withdraw(sample: Sample, key: str, *, drop: bool = True) -> None:
     """Remove a failure from a sample's metadata; with ``drop`` it is trained on again if that was the last one."""
     was_there = sample.metadata.pop(key, None) is not None
+    if key == REWARD_FAILURE:
+        sample.metadata.pop(UNREADABLE, None)
     if was_there and drop and not any(other in sample.metadata for other in FAILURES):
         sample.remove_sample = False
 
@@ -76,6 +84,7 @@ class Tolerance:
         name: The scorer, for messages.
         limit: ``None`` for no limit.
         strict: Raise failures instead.
+        replaces: Whoever asks looks for failures, and trains on no sample that has one; said in the log.
     """
 
     def __init__(
@@ -87,7 +96,9 @@ class Tolerance:
         name: str = "",
         limit: FailureLimit | None = None,
         strict: bool = False,
+        replaces: bool = False,
     ) -> None:
+        self._replaces = replaces
         self._learns = wrong is None
         self._wrong: RewardValue = wrong if wrong is not None else dict.fromkeys(names, 0.0) or 0.0
         self._drop, self._name, self._limit, self._strict = drop, name, limit, strict
@@ -139,13 +150,17 @@ class Tolerance:
             self._wrong = {name: 0.0 for name in last if is_number(last[name])} if isinstance(last, dict) else 0.0
         for error in dict.fromkeys(errors):
             hit = [sample for sample, outcome in zip(samples, outcomes, strict=True) if outcome is error]
-            count = "counts" if len(hit) == 1 else "count"
-            logger.warning("%s could not be scored and %s as wrong: %s", name_samples(hit), count, error)
+            stays = self._replaces and not isinstance(error, UnreadableResponseError)
+            count = "" if stays else f" and {'counts' if len(hit) == 1 else 'count'} as wrong"
+            logger.warning("%s could not be scored%s: %s", name_samples(hit), count, error)
         return [self._settle_one(sample, outcome) for sample, outcome in zip(samples, outcomes, strict=True)]
 
     def _settle_one(self, sample: Sample, outcome: Outcome) -> RewardValue:
         if isinstance(outcome, VerifierError):
             sample.metadata[REWARD_FAILURE] = str(outcome)
+            sample.metadata.pop(UNREADABLE, None)
+            if self._replaces and isinstance(outcome, UnreadableResponseError):
+                sample.metadata[UNREADABLE] = True
             sample.remove_sample = sample.remove_sample or self._drop
             return dict(self._wrong) if isinstance(self._wrong, dict) else self._wrong
         withdraw(sample, REWARD_FAILURE, drop=self._drop)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from slime_core.hooks import HookArgs
 from slime_core.metrics import eval_metrics, eval_scores
 from slime_core.types import EvalReport, Group, Sample
 from slime_rollout.data import PromptDataset, PromptEncoder
+from slime_rollout.errors import REWARD_FAILURE, RewardError
 from slime_rollout.eval_sets import EvalSet
 from slime_rollout.generate import EngineClient, GenerationContext, SamplingParams, number_parts
 from slime_rollout.hooks.rollouts import RolloutHooks, SampleHooks
@@ -23,6 +25,8 @@ from slime_rollout.pipeline import GroupPipeline, Progress, Stopwatch
 from slime_rollout.rewards import Scorers
 from slime_rollout.rewards.rules import ROW_KEY, check_scoring
 from slime_rollout.threads import all_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,4 +131,13 @@ class Evaluator:
         with held_out.named():
             done = await all_of([pipeline.run(group, context, watch) for group in groups])
         number_parts(done, itertools.count(sum(map(len, groups))).__next__)
-        return [sample for group in done for sample in group]
+        scored = [group for group in done if not pipeline.is_unscored(group)]
+        if unscored := len(done) - len(scored):
+            logger.warning("held-out set %s: %d of %d prompts could not be scored", held_out.name, unscored, len(done))
+        if unscored and not scored:
+            reasons = [sample.metadata.get(REWARD_FAILURE) for group in done for sample in group]
+            raise RewardError(
+                f"held-out set {held_out.name}: none of its {unscored} prompts could be scored: "
+                f"{next(filter(None, reasons))}"
+            )
+        return [sample for group in scored for sample in group]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -10,7 +11,7 @@ from slime_core.errors import DataError
 from slime_core.interfaces import RewardValue
 from slime_core.types import Group, Sample, Status
 from slime_rollout.config import RolloutConfig
-from slime_rollout.errors import GenerationError
+from slime_rollout.errors import REWARD_FAILURE, UNREADABLE, GenerationError
 from slime_rollout.generate import GenerationContext, make_generate
 from slime_rollout.generate.context import ROLLOUT_STREAM
 from slime_rollout.hooks.rollouts import SampleHooks
@@ -20,6 +21,7 @@ from slime_rollout.threads import all_of
 Progress = Callable[[int, int], None]
 Teacher = Callable[[Sample], Awaitable[None]]
 """Sets ``teacher_log_probs`` of a finished sample."""
+_PAUSES = (0.1, 1.0)  # seconds before a sample is scored again
 
 
 class GroupPipeline:
@@ -35,6 +37,7 @@ class GroupPipeline:
         self._generate = make_generate(config)
         self._scorer, self._teacher, self._hooks = scorer, teacher, hooks
         self._reward_key = config.rewards.reward_key
+        self._replaces = config.rewards.rm_on_failure == "replace"
 
     async def run(
         self, group: Group, context: GenerationContext, watch: Stopwatch, finished: list[Sample] | None = None
@@ -43,17 +46,42 @@ class GroupPipeline:
 
         Samples that were given back finished, or scored, keep what they have. Once ``context.stop`` is set, aborted
         responses are returned as they are, unscored; so is their whole group where groups are scored together.
+        With ``--rm-on-failure replace`` what could not be scored is scored again, twice at most.
         ``finished`` receives each sample whose generation is finished, before it is scored.
         """
         units = [self._run_unit(unit, context, watch, finished) for unit in self._generate(group, context)]
         samples = [sample for part in await all_of(units) for sample in part]
-        if self._scorer.group_reward is not None and not any(map(is_cut_off, samples)):
-            values: Sequence[RewardValue | None] = [sample.reward for sample in samples]
-            if None in values:
-                values = await self._scorer.group_reward(samples)
-            for sample, value in zip(samples, values, strict=True):
-                self._score(sample, value, watch)
+        if any(map(is_cut_off, samples)):
+            return samples
+        if self._scorer.group_reward is not None:
+            await self._reward_group(samples, watch)
+        for pause in _PAUSES if self._replaces else ():
+            if not self.is_unscored(samples):
+                break
+            failed = [sample for sample in samples if REWARD_FAILURE in sample.metadata]
+            await asyncio.sleep(pause)
+            again = samples if self._scorer.group_reward is not None else failed
+            watch.forget(len(again))
+            for sample in again:
+                sample.reward = None
+            if self._scorer.group_reward is not None:
+                await self._reward_group(samples, watch)
+            else:
+                await all_of([self._reward_one(sample, watch) for sample in failed])
         return samples
+
+    async def _reward_group(self, samples: Group, watch: Stopwatch) -> None:
+        values: Sequence[RewardValue | None] = [sample.reward for sample in samples]
+        if None in values and self._scorer.group_reward is not None:
+            values = await self._scorer.group_reward(samples)
+        for sample, value in zip(samples, values, strict=True):
+            self._score(sample, value, watch)
+
+    def is_unscored(self, group: Group) -> bool:
+        """Whether a group is to give way to another one, as a sample of it could not be scored."""
+        return self._replaces and any(
+            REWARD_FAILURE in sample.metadata and UNREADABLE not in sample.metadata for sample in group
+        )
 
     async def _run_unit(
         self,

@@ -75,10 +75,12 @@ class RewardConfig(Config, needs=GENERATES):
         needs=OWN_RULES,
     )
     rm_on_failure: str = flag(
-        "zero",
-        choices=("zero", "drop"),
-        help="a sample that its rule, service or custom function cannot score counts as wrong (zero), and is not "
-        "trained on (drop); one that gets no log-probs from the teacher ends the run, or is not trained on (drop)",
+        "replace",
+        choices=("replace", "zero", "drop"),
+        help="a sample that a service, a custom function or a process that died could not score is scored again, and "
+        "if that fails too its group gives way to another prompt's (replace); or it counts as wrong (zero), and is "
+        "not trained on (drop); a response that a rule cannot read counts as wrong; one that gets no log-probs from "
+        "the teacher ends the run, or is not trained on (drop)",
     )
     opd_type: str | None = flag(
         None,

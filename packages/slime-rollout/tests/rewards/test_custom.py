@@ -162,7 +162,8 @@ def test_the_settings_choose(file):
 
 @pytest.mark.parametrize("name", ["broken", "nothing", "interrupts"])
 def test_a_failure_costs_the_sample(file, name, caplog):
-    config = RolloutConfig.of(hf_checkpoint="m", prompt_data="p", rollout_batch_size=1, custom_rm_path=f"{file}:{name}")
+    given = {"hf_checkpoint": "m", "prompt_data": "p", "rollout_batch_size": 1, "rm_on_failure": "zero"}
+    config = RolloutConfig.of(**given, custom_rm_path=f"{file}:{name}")
     sample = dataclasses.replace(SAMPLE, metadata={})
     assert LOOP.run(make_scorer(config, ARGS).reward(sample)) == 0.0
     assert "--custom-rm-path" in sample.metadata["reward_failure"]

@@ -34,7 +34,7 @@ from typing import Any
 
 from slime_core.interfaces import RewardValue
 from slime_core.user_functions import load_function
-from slime_rollout.errors import RewardError, VerifierError
+from slime_rollout.errors import RewardError, UnreadableResponseError, VerifierError
 from slime_rollout.rewards.rules import find_rule, read_reward
 
 Verifier = Callable[[str, str, dict[str, Any]], Any]
@@ -168,7 +168,9 @@ class _KeeperProcess:
         if answer.done():  # cancelled
             return
         if "failure" in reply:
-            answer.set_exception(VerifierError(reply["failure"]))
+            answer.set_exception(UnreadableResponseError(reply["failure"]))
+        elif "ended" in reply:
+            answer.set_exception(VerifierError(reply["ended"]))
         else:
             answer.set_result(reply["value"])
 
@@ -245,7 +247,7 @@ class _Keeper:
         code = worker.end()
         if worker.job:
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            self._reply(worker, {"failure": failure or f"its process ended with {how}"})
+            self._reply(worker, {"failure": failure} if failure else {"ended": f"its process ended with {how}"})
             self._add_worker()
 
     def _add_worker(self) -> _Worker:

@@ -102,6 +102,7 @@ def make_scorer(
     )
     tolerance = Tolerance(
         drop=settings.rm_on_failure == "drop",
+        replaces=settings.rm_on_failure == "replace",
         names=names,
         name=f"{FLAG} {settings.custom_rm_path}",
         limit=WITH_BATCHES if custom.is_batched and not settings.group_rm else WITH_A_FUNCTION,
@@ -139,19 +140,22 @@ class RowRuleReward:
         settings = self._config.rewards
         if name == "random":
             return random_reward
-        drop, timeout = settings.rm_on_failure == "drop", settings.timeout_of_rule(name)
+        drop, replaces = (settings.rm_on_failure == one for one in ("drop", "replace"))
+        timeout = settings.timeout_of_rule(name)
         if name in REMOTE_RULES:
             remote = RemoteReward(
                 settings.rm_url or "", timeout=timeout, boxed=name.startswith(BOXED), keys=self._names
             )
             service = f"the service of --rm-url {settings.rm_url}"
-            return Tolerance(names=self._names, drop=drop, name=service, limit=WITH_A_SERVICE).each(remote)
+            limit = WITH_A_SERVICE
+            tolerance = Tolerance(names=self._names, drop=drop, replaces=replaces, name=service, limit=limit)
+            return tolerance.each(remote)
         rule = find_rule(name)
         if rule.instant:
             return _rule_reward(rule)
         memory = int(settings.rm_memory_limit * 2**30)
         pool = VerifierPool(name, workers=settings.rm_workers, time_limit=timeout, memory_limit=memory)
-        return Tolerance(rule.wrong, drop=drop).each(_rule_reward(rule, pool))
+        return Tolerance(rule.wrong, drop=drop, replaces=replaces).each(_rule_reward(rule, pool))
 
 
 def _rule_reward(rule: Rule, pool: VerifierPool | None = None) -> Reward:
