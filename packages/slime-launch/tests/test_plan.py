@@ -57,8 +57,11 @@ def test_json_has_the_same_facts(words, workspace, capsys):
     plan = json.loads(out)
     assert code == 0 and plan["problems"] == []
     assert plan["batch"]["samples"] == 8
-    assert plan["run"].pop("seconds_at_most") > 0
-    assert plan["run"] == {"rollouts": 2, "optimizer_steps": 2, "samples": 16, "tokens_at_most": 16 * 512}
+    seconds = plan["run"].pop("seconds")
+    assert plan["run"].pop("seconds_at_most") == seconds > 0  # its old name
+    assert plan["run"].pop("tokens_per_second") == pytest.approx(16 * 512 / seconds, rel=0.2)  # of rounded seconds
+    tokens = {"tokens": 16 * 512, "tokens_at_most": 16 * 512}
+    assert plan["run"] == {"rollouts": 2, "optimizer_steps": 2, "samples": 16} | tokens
     assert plan["prompt"]["tokens"] == 4
     assert plan["checkpoints"] == {"policy": str((workspace / "dist" / "release").resolve())}
     assert plan["hooks"] == [f"--custom-rm-path {workspace}/own.py:reward"]
@@ -85,7 +88,7 @@ def times(words, workspace, capsys):
         code, out, err = run(given, capsys)
         assert code == 0, err
         plan = json.loads(out)
-        return {one["phase"]: (one["times"], one["seconds"]) for one in plan["times"]}, plan["run"]["seconds_at_most"]
+        return {one["phase"]: (one["times"], one["seconds"]) for one in plan["times"]}, plan["run"]["seconds"]
 
     return planned
 

@@ -55,6 +55,8 @@ def said_off(plain, tmp_path):
             (tmp_path / file).write_text(form.format(name.removeprefix("--")))
             yield parse_train([*command, "--config", str(tmp_path / file)])
         yield parse_train([*command, f"{name}=false"])
+        prefix = next(prefix for prefix in ("--sglang-", "--router-", "--") if name.startswith(prefix))
+        yield parse_train([*command, f"{prefix}no-{name.removeprefix(prefix)}"])
 
     return each
 
@@ -126,7 +128,9 @@ def test_the_command_line_switches_off_what_a_recipe_switches_on(plain, tmp_path
     )
     command = [*plain, "--config", str(tmp_path / "run.toml")]
     assert parse_train(command).cluster.colocate
-    changed = parse_train([*command, "--colocate=false", "--fp32", "--no-use-distributed-optimizer", "--offload-train"])
+    more = ["--fp32", "--no-use-distributed-optimizer", "--offload-train"]
+    changed = parse_train([*command, "--no-colocate", *more])
+    assert changed == parse_train([*command, "--colocate=false", *more])
     assert not changed.cluster.colocate and not changed.megatron.bf16 and changed.megatron.fp32
     assert not changed.megatron.use_distributed_optimizer and changed.cluster.offloads_train
     assert changed.origins["fp32"] == "command line" and "bf16" not in changed.origins
@@ -148,6 +152,9 @@ def test_the_last_of_a_repeated_switch_counts(plain):
             ["--rollout-stop", "a", "--colocate=false", "b"],
             "unexpected 'b' after --colocate=false; flags",
         ),
+        (["--no-coloate"], "unknown flag --no-coloate"),
+        (["--no-lr", "1"], "unknown flag --no-lr"),
+        (["--no-colocate=true"], "unknown flag --no-colocate"),
         (["--coloate=false"], "unknown flag --coloate; did you mean --colocate"),
         (["--variable-seq-lengths=false"], "--variable-seq-lengths=false cannot be given: micro-batches differ in"),
         (["--swiglu=false"], "--swiglu=false: the model's config says yes"),

@@ -1,7 +1,8 @@
 """Switches that are said to be on or off: ``colocate: false`` in a run file, ``--colocate=false`` on a command line.
 
-Off is the opposite switch where there is one, such as ``--no-offload-train``. Where there is none, a switch is off as
-long as it is not given; where something else switches it on, saying that it is off is refused.
+Off is the opposite switch where there is one, such as ``--no-offload-train``. Where there is none, ``--no-colocate`` is
+``--colocate=false``, and a switch is off as long as it is not given; where something else switches it on, saying that
+it is off is refused.
 """
 
 from __future__ import annotations
@@ -80,6 +81,18 @@ def overridden(argv: Sequence[str]) -> frozenset[str]:
     return frozenset(found)
 
 
+def _can_be_off(spec: FlagSpec | None) -> bool:
+    return spec is not None and (spec.is_switch or spec.bare is not None)
+
+
+def _plain(word: str, known: Mapping[str, FlagSpec]) -> str:
+    """A word, or ``--NAME=false`` for a ``--no-NAME`` that is not a flag itself, if ``--NAME`` can be off."""
+    if word in known:
+        return word
+    names = (word.replace(f"{prefix}no-", prefix, 1) for prefix in _PREFIXES if word.startswith(f"{prefix}no-"))
+    return next((f"{name}={OFF[0]}" for name in names if _can_be_off(known.get(name))), word)
+
+
 def switched(
     argv: Sequence[str], known: Mapping[str, FlagSpec], *, booleans: Collection[str] = (), empty: Collection[str] = ()
 ) -> Switched:
@@ -91,6 +104,7 @@ def switched(
         booleans: Flags to which a run file gives ``true`` or ``false``.
         empty: Flags to which it gives an empty list.
     """
+    argv = [_plain(word, known) for word in argv]
     last = {word.partition("=")[0]: place for place, word in enumerate(argv)}
     words: list[str] = []
     off: set[str] = set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +15,25 @@ from slime_launch.devices import Device
 from slime_launch.errors import Problems
 from slime_launch.names import absent_models, is_published, with_paths
 from slime_launch.placement import layout_notes, plan_layout
-from slime_launch.plan.cost import PhaseTime, Sizes, run_seconds
+from slime_launch.plan.alternatives import Alternative, Change, Cost, best, changed, changes
+from slime_launch.plan.cost import PhaseTime, Sizes, assumed, run_seconds
 from slime_launch.plan.engines import (
     EngineMemory,
     engine_groups,
     num_parameters,
 )
 from slime_launch.plan.estimate import Estimate
+from slime_launch.plan.experts import Uneven, uneven_experts
 from slime_launch.plan.layout import Batch, Node, check_nodes, place
 from slime_launch.plan.memory import Phase, TrainerMemory
 from slime_launch.plan.prompt import FirstPrompt, FirstSample, first_prompt, first_row
 from slime_launch.preflight import Found, importing_hooks, look, unchecked_engines
 from slime_launch.resume import beginning
 from slime_launch.room import room_notes
-from slime_launch.validate import notices, row_limit
+from slime_launch.validate import check_settings, notices, row_limit
 from slime_megatron.checkpoint import teacher_source
 from slime_megatron.config import flag_name
+from slime_megatron.fits import check_fits
 from slime_megatron.start import given_functions, load_given
 from slime_rollout.data_service import DataSpec
 from slime_rollout.engine.transports import Transport
@@ -43,8 +46,14 @@ class Plan:
 
     Attributes:
         model: Family, parameters and layers.
-        run: Rollouts, optimizer steps, samples, tokens and seconds of the whole run, at most.
+        run: Rollouts, optimizer steps, samples and tokens of the whole run, and what it takes, as estimated:
+            ``seconds``, ``gpu_hours`` and ``tokens_per_second``. ``tokens_at_most`` is no less than what it has; where
+            prompts were not counted, ``tokens`` has the prompts that are known. ``seconds_at_most`` is the old name of
+            ``seconds``.
         derived: Settings that were not given and follow from others.
+        assumed: What the times are computed with, a line each.
+        experts: The trainer, where experts are not used evenly.
+        alternatives: Other ways to run the command.
         hooks: Custom functions, each found and checked.
         rows: Usable rows of each prompt file.
         row_tokens: Tokens of the longest of them, where all were counted.
@@ -66,6 +75,9 @@ class Plan:
     phases: list[Phase]
     transports: list[Transport]
     times: list[PhaseTime]
+    assumed: list[str]
+    experts: list[Uneven]
+    alternatives: list[Alternative]
     hooks: list[str]
     rows: dict[str, int]
     row_tokens: dict[str, int]
@@ -82,15 +94,24 @@ class Plan:
             values["trainer"]["total"] = self.trainer.total
         for engine, memory in zip(values["engines"], self.engines, strict=True):
             engine["total"] = memory.total
+        for alternative, found in zip(values["alternatives"], self.alternatives, strict=True):
+            alternative["cost"]["gpu_hours"] = found.cost.gpu_hours
         return values
 
 
 def make_plan(
-    settings: Settings, problems: Problems, device: Device, *, gpus_per_node: int, elsewhere: bool = False
+    settings: Settings,
+    problems: Problems,
+    device: Device,
+    *,
+    gpus_per_node: int,
+    elsewhere: bool = False,
+    words: Sequence[str] | None = None,
 ) -> Plan:
     """Check a command as a run would, and work out what it needs. Starts nothing.
 
     Args:
+        words: The command line; without it no alternatives are looked for.
         elsewhere: The plan is for another machine: directories are not written to.
     """
     given = settings
@@ -107,16 +128,16 @@ def make_plan(
             spec = DataSpec(rollout=settings.rollout, rows=settings.rows, max_length=limit)
             row = problems.attempt(first_row, spec)
     layout = plan_layout(settings.placed, cuda=not device.is_cpu, trains=settings.trains)
-    groups = engine_groups(settings, found.engines)
-    nodes = place(settings, device, gpus_per_node, groups)
-    problems.attempt(check_nodes, settings, nodes, device)
     tokens = 0 if prompt is None else max(prompt.tokens, found.measured.longest)
-    parts = Estimate(settings, found, device, problems, tokens, None if row is None else row.longest, nodes, groups)
+    work = _Work(device, gpus_per_node, tokens, None if row is None else row.longest)
+    nodes, parts = work.estimate(settings, found, problems)
+    known = _prompts_are_known(settings, found)
+    cost = None if problems.lines or settings.unread else work.cost(settings, parts)
     return Plan(
         device=device,
         gpus_per_node=gpus_per_node,
         model=None if found.shape is None else _model(found.shape),
-        run=_run(settings, parts.sizes, parts.times),
+        run=_run(settings, found, parts, None if device.is_cpu else work.cost(settings, parts), known=known),
         derived=_derived(given, parts.batch),
         batch=parts.batch,
         nodes=nodes,
@@ -126,12 +147,15 @@ def make_plan(
         phases=parts.phases,
         transports=parts.transports,
         times=parts.times,
+        assumed=assumed(settings, device, parts.times),
+        experts=work.experts(settings, found),
+        alternatives=[] if cost is None or words is None else work.alternatives(words, settings, found, parts, cost),
         hooks=_hooks(settings, problems),
         rows=found.rows or {},
         row_tokens={path: lengths.longest for path, lengths in found.measured.files.items()},
         prompt=prompt,
         samples=[] if row is None else row.samples,
-        checkpoints=_checkpoints(settings, found),
+        checkpoints={role: absent.get(path, path) for role, path in _checkpoints(settings, found).items()},
         notices=[
             *(f"--{name.replace('_', '-')} is not known, and left out of this plan" for name in sorted(given.unread)),
             *_not_here(absent),
@@ -145,6 +169,88 @@ def make_plan(
         ],
         problems=problems.lines,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """Works out what a command needs, and others like it, with prompts of so many tokens, or rows, if known."""
+
+    device: Device
+    gpus_per_node: int
+    prompt_tokens: int
+    longest_row: int | None
+
+    def estimate(self, settings: Settings, found: Found, problems: Problems) -> tuple[list[Node], Estimate]:
+        """Where its ranks and engines are, and their memory and times."""
+        groups = engine_groups(settings, found.engines)
+        nodes = place(settings, self.device, self.gpus_per_node, groups)
+        problems.attempt(check_nodes, settings, nodes, self.device)
+        lengths = (self.prompt_tokens, self.longest_row)
+        return nodes, Estimate(settings, found, self.device, problems, *lengths, nodes, groups)
+
+    def cost(self, settings: Settings, parts: Estimate) -> Cost | None:
+        """``None`` where times are not known."""
+        if not parts.times:
+            return None
+        seconds, layout = (
+            run_seconds(settings, parts.times),
+            plan_layout(settings.placed, cuda=True, trains=settings.trains),
+        )
+        return Cost(
+            gpus=len(layout.bundles),
+            memory=0 if parts.trainer is None else parts.trainer.total,
+            seconds=seconds,
+            rollout_seconds=seconds / max(1, settings.num_rollout),
+        )
+
+    def experts(self, settings: Settings, found: Found) -> list[Uneven]:
+        """The trainer with experts that are not used evenly."""
+        if found.shape is None or not settings.trains or settings.only_evaluates:
+            return []
+
+        def of_shape(shape: ModelShape) -> Estimate:
+            return self.estimate(settings, dataclasses.replace(found, shape=shape), Problems())[1]
+
+        return uneven_experts(found.shape, settings.megatron.expert_model_parallel_size, of_shape)
+
+    def alternatives(
+        self, words: Sequence[str], settings: Settings, found: Found, parts: Estimate, own: Cost
+    ) -> list[Alternative]:
+        """The best of other ways to run it on GPUs, whose engines are all alike: each is planned as it is given."""
+        if self.device.is_cpu or found.engines is not None or parts.sizes is None or found.shape is None:
+            return []
+        engines = sum(engine.group.count for engine in parts.engines)
+        room = sum(
+            engine.kv_tokens // max(1, parts.sizes.sample_tokens) * engine.group.count for engine in parts.engines
+        )
+        costs: list[tuple[Change, Cost]] = []
+        for change in changes(settings, crowded=engines > 0 and room < parts.sizes.samples):
+            other = changed(words, change)
+            cost = None if other is None else self._planned(other, settings, found, found.shape)
+            costs += [] if cost is None else [(change, cost)]
+        return best(own, costs, words)
+
+    def _planned(self, other: Settings, settings: Settings, found: Found, shape: ModelShape) -> Cost | None:
+        """What another command with the same model and data costs; ``None`` if it cannot start."""
+        data = dataclasses.replace(other.rollout.data, hf_checkpoint=settings.rollout.data.hf_checkpoint)
+        run = dataclasses.replace(other.run, num_rollout=settings.run.num_rollout)
+        other = dataclasses.replace(other, rollout=dataclasses.replace(other.rollout, data=data), run=run)
+        problems = Problems()
+        problems.attempt(check_settings, other)
+        if other.trains:
+            problems.attempt(check_fits, other.megatron, shape)
+        _, parts = self.estimate(other, found, problems)
+        return None if problems.lines else self.cost(other, parts)
+
+
+def _prompts_are_known(settings: Settings, found: Found) -> bool:
+    """Whether no sample can be longer than planned: prompts were counted or are limited, and slime generates itself."""
+    rollout = settings.rollout
+    if settings.rows is not None:
+        return True  # all rows were read
+    own = rollout.sampling.custom_generate_function_path is None and rollout.rollout_function is None
+    limited = rollout.data.rollout_max_prompt_len is not None
+    return own and (limited or found.measured.files.keys() >= set(rollout.data.prompt_paths))
 
 
 def _not_here(absent: Mapping[str, str]) -> Iterator[str]:
@@ -170,14 +276,21 @@ def _model(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _run(settings: Settings, sizes: Sizes | None, times: list[PhaseTime]) -> dict[str, Any]:
-    rollouts = settings.num_rollout
+def _run(settings: Settings, found: Found, parts: Estimate, cost: Cost | None, *, known: bool) -> dict[str, Any]:
+    rollouts, sizes = settings.num_rollout, parts.sizes
     steps = rollouts * settings.run.num_steps_per_rollout if settings.trains else 0
     values: dict[str, Any] = {"rollouts": rollouts, "optimizer_steps": steps}
-    if sizes is not None:
-        values |= {"samples": rollouts * sizes.samples, "tokens_at_most": rollouts * sizes.tokens}
-    if times:
-        values["seconds_at_most"] = round(run_seconds(settings, times), 1)
+    if sizes is not None and found.shape is not None:
+        limit = sizes.sample_tokens if known else row_limit(settings, found.shape.max_position_embeddings)
+        samples = rollouts * sizes.samples
+        values |= {"samples": samples, "tokens": samples * sizes.sample_tokens, "tokens_at_most": samples * limit}
+    if parts.times:
+        seconds = run_seconds(settings, parts.times)
+        values |= {"seconds": round(seconds, 1), "seconds_at_most": round(seconds, 1)}
+        if sizes is not None and seconds:
+            values["tokens_per_second"] = round(values["tokens"] / seconds, 1)
+    if cost is not None:
+        values |= {"gpus": cost.gpus, "gpu_hours": round(cost.gpu_hours, 1)}
     return values
 
 

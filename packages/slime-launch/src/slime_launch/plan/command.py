@@ -104,7 +104,7 @@ def plan(argv: list[str]) -> int:
     from slime_launch.plan.text import plan_text
 
     problems = Problems(found_already, settings.unread)
-    found = make_plan(settings, problems, device, gpus_per_node=config.gpus_per_node, elsewhere=elsewhere)
+    found = make_plan(settings, problems, device, gpus_per_node=config.gpus_per_node, elsewhere=elsewhere, words=words)
     print(json.dumps(found.as_json(), indent=2, ensure_ascii=False) if config.json else plan_text(found))
     if found.problems:
         return _say(found.problems)

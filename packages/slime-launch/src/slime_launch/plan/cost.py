@@ -1,7 +1,7 @@
-"""How long the phases of a rollout take, roughly: operations and bytes against what a device can do.
+"""How long the phases of a rollout take, as estimated: operations and bytes against what a device can do.
 
-Every response is taken to be as long as it may be, so these are upper bounds of the work; how much of a device's peak
-is reached is a guess. On a CPU that has other work everything takes longer.
+Every response is taken to be as long as it may be, so there is no more work than that; how much of a device's peak is
+reached is a guess, which a plan prints, so seconds are not bounds. On a CPU with other work everything takes longer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slime_launch.plan.engines import EngineMemory, engine_weights, kv_numbers, 
 from slime_launch.plan.memory import TrainerMemory, frozen_models
 from slime_launch.validate import engine_dtype
 from slime_megatron.operations import flops_model
-from slime_rollout.engine.transports import DISK, HOST_COPY, Transport
+from slime_rollout.engine.transports import DISK, HOST_COPY, NETWORK, Transport
 from slime_rollout.eval_sets import read_eval_sets
 
 # Parts of a GPU's peak that training, prefill and decoding reach, as published runs report them; a CPU's operations
@@ -210,6 +210,32 @@ def _training(settings: Settings, shape: ModelShape, device: Device, sizes: Size
     passes *= 1 + algorithm.needs_critic
     what = f"{passes * forward:.2g} operations on {ranks} ranks"
     yield PhaseTime(phase="train", seconds=passes * forward / rate, of=what, times=times)
+
+
+def assumed(settings: Settings, device: Device, times: Sequence[PhaseTime]) -> list[str]:
+    """What the phases that there are were computed with, a line each."""
+    tera, giga = device.operations / 1e12, device.bandwidth / 1e9
+    generates = (
+        f"prefill at {PREFILL:.0%} of these, decoding at {DECODING_OPERATIONS:.0%}, or at {DECODING_BYTES:.0%} of"
+    )
+    rows = [
+        (("log-probs", "train"), f"training at {TRAINING:.0%} of a GPU's {tera:,.0f} TFLOP/s"),
+        (("generate",), f"{generates} its {giga:,.0f} GB/s, and {STEP_LATENCY * 1e3:g} ms for each step of decoding"),
+        (("optimizer on the host", "hand over"), f"{HOST_LINK / 1e9:g} GB/s between a GPU and its host's memory"),
+    ]
+    if device.is_cpu:
+        core = f"{device.operations / 1e9:,.0f} GFLOP/s and {giga:,.0f} GB/s of a core"
+        rows = [(("log-probs", "train", "generate"), f"{core}, and {CPU_LATENCY * 1e3:g} ms for each step of decoding")]
+    copies = settings.megatron.async_save or device.is_cpu or settings.megatron.offload_fraction
+    if copies:
+        rows.append((("optimizer on the host", "hand over", "save"), f"{HOST_COPY / 1e9:g} GB/s within host memory"))
+    if not settings.megatron.async_save or settings.run.save_hf is not None:
+        rows.append((("save",), f"{DISK / 1e9:g} GB/s of a file system"))
+    if not device.is_cpu:
+        link = f"{device.link / 1e9:,.0f} GB/s between the GPUs of a node"
+        rows.append((("send weights",), f"{link}, {NETWORK / 1e9:g} GB/s between nodes"))
+    there = {one.phase for one in times}
+    return [text for phases, text in rows if there.intersection(phases)]
 
 
 def run_seconds(settings: Settings, times: Sequence[PhaseTime]) -> float:

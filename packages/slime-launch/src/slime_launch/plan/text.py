@@ -24,7 +24,9 @@ def plan_text(plan: Plan) -> str:
         *(_engine(plan, memory) for memory in plan.engines),
         ("memory by phase", _phases(plan)),
         ("one update of the engines' weights", _transports(plan)),
-        ("time at most, roughly (responses as long as they may be)", _times(plan)),
+        ("time as estimated, no bound (responses as long as they may be)", _times(plan)),
+        ("experts that are not used evenly, on the rank that has most to do", _experts(plan)),
+        ("alternatives, each planned with one change", _alternatives(plan)),
         ("data", _data(plan)),
         ("notes", [f"  {line}" for line in plan.notices]),
     )
@@ -51,16 +53,19 @@ def _model(plan: Plan) -> list[str]:
 
 def _run(plan: Plan) -> Iterator[str]:
     batch, run = plan.batch, plan.run
+    known = run.get("tokens") == run.get("tokens_at_most")  # the longest sample that there can be
     if batch is not None:
         yield f"  {batch.identity}"
         yield (
             f"  {batch.data_parallel_size} data-parallel ranks × {batch.samples_per_rank} samples a step, in "
-            f"{batch.micro_batches_per_step} micro-batches of at most {batch.tokens_per_micro_batch:,} tokens"
+            f"{batch.micro_batches_per_step} micro-batches of {'at most' if known else 'about'} "
+            f"{batch.tokens_per_micro_batch:,} tokens"
         )
     if "tokens_at_most" in run:
         yield (
             f"  {run['rollouts']:,} rollouts = {run['optimizer_steps']:,} steps, {run['samples']:,} samples, at most "
             f"{run['tokens_at_most']:,} tokens"
+            + ("" if known else f" (about {run['tokens']:,} with prompts and responses as planned here)")
         )
     for name, value in plan.derived.items():
         yield f"  --{name}{'' if value is True else f' {value}'} (follows from the others)"
@@ -127,10 +132,42 @@ def _transports(plan: Plan) -> list[str]:
 
 
 def _times(plan: Plan) -> list[str]:
+    run = plan.run
     rows = [(one.phase, f"{one.seconds:,.1f} s", f"{one.times:,} times", one.of) for one in plan.times]
-    if "seconds_at_most" in plan.run:
-        rows.append(("the run", duration(plan.run["seconds_at_most"]), "", "without scoring"))
-    return _table(rows, range(1, 3))
+    if "seconds" in run:
+        facts = [f"{run['gpus']} GPUs: {run['gpu_hours']:,.0f} GPU-hours"] if "gpu_hours" in run else []
+        if "tokens_per_second" in run:
+            each = f", {run['tokens_per_second'] / run['gpus']:,.0f} a GPU" if "gpus" in run else ""
+            facts.append(f"{run['tokens_per_second']:,.0f} tokens/s{each}")
+        rows.append(("the run", duration(run["seconds"]), "", "; ".join([*facts, "without scoring"])))
+    return [*_table(rows, range(1, 3)), *(f"  assumed: {line}" for line in plan.assumed)]
+
+
+def _experts(plan: Plan) -> list[str]:
+    words = {0: "evenly", len(plan.experts) - 1: "all that it can have"}
+    rows = [
+        (
+            words.get(number, "") or f"{one.times:g} times its share",
+            f"{one.times:g} ×",
+            f"{one.seconds:,.1f} s of a rollout",
+            f"{gib(one.memory)} in a step",
+            "" if plan.device.is_cpu or one.memory <= plan.device.memory else "too much",
+        )
+        for number, one in enumerate(plan.experts)
+    ]
+    return _table(rows, range(1, 4))
+
+
+def _alternatives(plan: Plan) -> list[str]:
+    run, rows = plan.run, []
+    for one in plan.alternatives:
+        cost, now = one.cost, run["seconds"] / max(1, run["rollouts"])
+        saved = now - cost.rollout_seconds
+        change = f"a rollout {abs(saved):,.1f} s {'shorter' if saved >= 0 else 'longer'}"
+        memory = f"{gib(cost.memory)} of {gib(plan.device.memory)} in a step" if cost.memory else ""
+        whole = f"the run {duration(cost.seconds)} on {cost.gpus} GPUs: {cost.gpu_hours:,.0f} GPU-hours"
+        rows.append((one.change, memory, change, whole))
+    return _table(rows)
 
 
 def _data(plan: Plan) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The ways by which new weights reach the engines: how long each takes, which are possible, and which one is taken.
 
 A plan shows them, and a run takes the same one. Seconds are the bytes of an update over guesses of what memory, disks
-and networks do, upper bounds of their order. Nothing here was measured on CUDA.
+and networks do, not bounds. Nothing here was measured on CUDA.
 """
 
 from __future__ import annotations

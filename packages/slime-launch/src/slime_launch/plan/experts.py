@@ -1,0 +1,51 @@
+"""What a trainer does and holds at most if a model's experts are not used evenly.
+
+A plan has all experts loaded evenly. How uneven a router is nobody knows before the run, but there is a bound: a token
+visits as many experts of one rank as that rank has, or as the router chooses. The rank that all tokens go to has as
+much to do as one of a model whose router chooses so many times more, and so much is planned again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from slime_convert.shape import ModelShape
+from slime_launch.plan.estimate import Estimate
+
+TRAINERS = ("log-probs", "train")
+"""Phases that wait for the rank whose experts have most to do."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Uneven:
+    """The trainer, where one rank's experts have ``times`` their share of tokens.
+
+    Attributes:
+        memory: Bytes that this rank takes in a step.
+        seconds: Of a rollout's passes of the trainer.
+    """
+
+    times: float
+    memory: int
+    seconds: float
+
+
+def uneven_experts(shape: ModelShape, ranks: int, estimate: Callable[[ModelShape], Estimate]) -> list[Uneven]:
+    """With even experts, with one rank that has twice its share, and with one that has all it can have.
+
+    Args:
+        ranks: ``--expert-model-parallel-size``; with one there is nothing that can be uneven, and no row.
+        estimate: Plans a model of another shape.
+    """
+    if not shape.num_experts or not shape.moe_router_topk or ranks == 1:
+        return []
+    topk = shape.moe_router_topk
+    chosen = sorted({topk, min(2 * topk, shape.num_experts), min(ranks * topk, shape.num_experts)})
+    found = []
+    for choices in chosen:
+        other = estimate(dataclasses.replace(shape, moe_router_topk=choices))
+        seconds = sum(one.seconds for one in other.times if one.phase in TRAINERS)
+        if other.trainer is not None and seconds:
+            found.append(Uneven(times=choices / topk, memory=other.trainer.total, seconds=seconds))
+    return found
