@@ -67,9 +67,12 @@ def answered(argv: Sequence[str], known: Collection[str]) -> Answered:
     return Answered(without(argv, taken), unused, problems)
 
 
-def check_arguments(settings: Settings, shape: ModelShape) -> None:
-    """Check the values of Megatron's arguments; raises `ConfigError`, a line for each problem."""
-    check_megatron_args(settings.megatron, shape, on_gpu=run_device() == "cuda")
+def check_arguments(settings: Settings, shape: ModelShape, on_gpu: bool | None = None) -> None:
+    """Check the values of Megatron's arguments; raises `ConfigError`, a line for each problem.
+
+    They are for a machine with GPUs, or without, as ``on_gpu`` says; ``None`` is this one.
+    """
+    check_megatron_args(settings.megatron, shape, on_gpu=run_device() == "cuda" if on_gpu is None else on_gpu)
 
 
 def argument_notes(settings: Settings, shape: ModelShape) -> list[str]:

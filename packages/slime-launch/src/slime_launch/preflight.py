@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from slime_convert.errors import ConvertError
@@ -25,7 +24,7 @@ from slime_launch.megatron_flags import check_arguments
 from slime_launch.names import is_published, with_paths
 from slime_launch.overrides import Overrides, read_overrides
 from slime_launch.resume import StartWeights, find_run, start_weights
-from slime_launch.room import check_room, existing
+from slime_launch.room import check_room, check_written
 from slime_launch.switches import check_switched_off
 from slime_launch.validate import (
     check_on_cpu,
@@ -45,6 +44,7 @@ from slime_megatron.memory import check_memory, stages_memory
 from slime_megatron.overrides import role_config
 from slime_megatron.start import check_algorithm
 from slime_rollout.data import check_prompt_data
+from slime_rollout.data.files import split_slice
 from slime_rollout.data.notes import data_notes
 from slime_rollout.data_service import DataSpec, check_rows, count_rows
 from slime_rollout.engine.python import has_sglang, importable_in
@@ -52,6 +52,7 @@ from slime_rollout.engine.router import check_router_port
 from slime_rollout.engine.server import EngineSpec, check_flags
 from slime_rollout.engine.sglang_flags import missing_sglang
 from slime_rollout.engine.topology_plan import EnginePlan, Topology, check_runs_here, plan_engines, topology_of
+from slime_rollout.eval_sets import read_eval_sets
 from slime_rollout.hooks import check_hooks, hook_args_of
 from slime_rollout.measure import Measured, check_stop_ids, measure_prompts, measure_rows
 
@@ -123,6 +124,7 @@ class Found:
         run: The run in ``--save``, if there is one, and the weights to begin with.
         engines: The engines of ``--sglang-config``.
         rows: Usable rows of each prompt file that is not streamed.
+        not_here: Data sets of a plan for another machine that this one does not have; then no data is checked.
         measured: What the rows are in tokens, as far as they were counted.
         said: What a user should know of the data, a line each.
     """
@@ -133,6 +135,7 @@ class Found:
     run: tuple[Manifest | None, StartWeights | None] | None
     engines: EnginePlan | None
     rows: dict[str, int] | None
+    not_here: list[str]
     measured: Measured
     said: list[str]
 
@@ -145,14 +148,17 @@ def look(
     planned: bool = False,
     absent: Collection[str] = (),
     first_rollout: int = 0,
+    on_gpu: bool | None = None,
 ) -> Found:
     """Make all checks, and put what is wrong into ``problems``.
 
     A new run on recorded rollouts begins with ``first_rollout``.
 
     A command that is only ``planned`` needs no SGLang here, and no weights in the directories that are ``absent``. With
-    ``elsewhere``, which is for plans, too, those checks are left out that another machine than this has to pass.
+    ``elsewhere``, which is for plans, too, those checks are left out that another machine than this has to pass, which
+    has GPUs or none, as ``on_gpu`` says.
     """
+    not_here = absent_data(settings) if elsewhere else []
     settings = without_checkpoints(problems.attempt(count_rollouts, settings) or settings)
     problems.attempt(check_settings, settings)
     with importing_hooks():
@@ -168,7 +174,7 @@ def look(
     if shape is not None:
         if settings.trains:
             problems.attempt(check_fits, settings.megatron, shape)
-        problems.attempt(check_arguments, settings, shape)
+        problems.attempt(check_arguments, settings, shape, on_gpu)
         if str(directory) not in absent:
             problems.attempt(check_quantized, settings, elsewhere)
             problems.attempt(check_weight_names, directory, shape, "--hf-checkpoint")
@@ -181,15 +187,13 @@ def look(
             problems.attempt(check_checkpoint, model, shape)
             if Path(model) != directory:
                 problems.attempt(check_weight_names, Path(model), shape, "the checkpoint")
-    for flag, path in (("--save", settings.megatron.save), ("--output-dir", settings.run.output_dir or "outputs")):
-        if path is not None and not elsewhere:
-            problems.attempt(check_writable, Path(path), flag)
     if not elsewhere:
+        problems.attempt(check_written, settings)
         problems.attempt(check_room, settings)
         problems.attempt(check_wandb, settings.tracking)
     engines = rows = None
     if settings.generates:
-        rows = problems.attempt(check_prompt_data, settings.rollout)
+        rows = None if not_here else problems.attempt(check_prompt_data, settings.rollout)
         problems.attempt(check_stop_ids, settings.rollout)
         if settings.engine.sglang_router_port is not None and not elsewhere:
             problems.attempt(check_router_port, settings.engine.sglang_router_ip, settings.engine.sglang_router_port)
@@ -197,7 +201,7 @@ def look(
         if not elsewhere:
             problems.attempt(check_on_cpu, settings, engines)
     elif settings.rows is not None:
-        rows = problems.attempt(check_rows, settings.rollout, settings.rows)
+        rows = None if not_here else problems.attempt(check_rows, settings.rollout, settings.rows)
     elif run is not None:
         problems.attempt(check_recorded, settings, run[0], first_rollout)
     has_tokenizer = rows is not None and str(directory) not in absent  # which comes with the weights
@@ -205,13 +209,17 @@ def look(
     counted = problems.attempt(measure, settings, shape) if has_tokenizer and shape is not None else None
     measured = counted or Measured()
     limits = problems.attempt(length_notes, settings, shape) if shape is not None and settings.generates else None
+    rows = None if rows is None else rows | {path: found.used for path, found in measured.files.items()}
+    if settings.rows is not None and settings.trains and rows is not None:
+        problems.attempt(check_held_out, settings, rows)
     return Found(
         settings=settings,
         shape=shape,
         overrides=overrides,
         run=run,
         engines=engines,
-        rows=None if rows is None else rows | {path: found.used for path, found in measured.files.items()},
+        rows=rows,
+        not_here=not_here,
         measured=measured,
         said=[*(notes or ()), *(limits or ()), *measured.notices],
     )
@@ -230,6 +238,32 @@ def measure(settings: Settings, shape: ModelShape) -> Measured:
         return Measured()
     limit = row_limit(settings, shape.max_position_embeddings)
     return measure_rows(DataSpec(rollout=settings.rollout, rows=settings.rows, max_length=limit))
+
+
+def absent_data(settings: Settings) -> list[str]:
+    """The data sets, held-out ones too, whose files are not on this machine."""
+    try:
+        held_out = [one.path for one in read_eval_sets(settings.rollout)]
+    except (ConfigError, DataError):
+        held_out = []  # what is wrong with them is reported where they are checked
+    paths = [*settings.rollout.data.prompt_paths, *held_out]
+    return [path for path in dict.fromkeys(paths) if not Path(split_slice(path)[0]).exists()]
+
+
+def check_held_out(settings: Settings, rows: Mapping[str, int]) -> None:
+    """The rows of each held-out set are enough for all data-parallel ranks, as they are a single step.
+
+    Raises:
+        ConfigError: They are fewer.
+    """
+    ranks = settings.megatron.data_parallel_size(settings.cluster.actor_gpus)
+    for one in read_eval_sets(settings.rollout):
+        found = rows.get(one.path, ranks)
+        if found * settings.samples_per_prompt < ranks:
+            raise ConfigError(
+                f"held-out set {one.name}: {one.path} has {found} usable row{'s' * (found != 1)} for {ranks} "
+                "data-parallel ranks; give it more rows, or fewer ranks"
+            )
 
 
 def check_weight_names(directory: Path, shape: ModelShape, what: str) -> None:
@@ -414,17 +448,6 @@ def check_engines(settings: Settings, *, elsewhere: bool = False, planned: bool 
     return plan
 
 
-def unchecked_engines(settings: Settings, *, elsewhere: bool) -> list[str]:
-    """What a plan could not check of the engines, where SGLang is not installed here."""
-    engine = settings.engine
-    if not settings.generates or engine.rollout_external_engine_addrs or has_sglang(engine.sglang_python):
-        return []
-    flags = ", ".join(f"--sglang-{name}" for name in engine.sglang_args)
-    unchecked = f", so these flags are not checked: {flags}" if flags else ""
-    start = "" if elsewhere else "; to start here, name the Python that has it with --sglang-python"
-    return [f"SGLang is not installed on this machine{unchecked}{start}"]
-
-
 @contextlib.contextmanager
 def importing_hooks() -> Iterator[None]:
     """Within the block, modules of the working directory are found, as in the workers, and leave no compiled files."""
@@ -485,20 +508,3 @@ def check_roles_fit(settings: Settings, shape: ModelShape, overrides: Overrides)
         for role in roles
     }
     check_memory(held, available, take_turns=settings.trainer_sleeps)
-
-
-def check_writable(directory: Path, flag: str) -> None:
-    """A directory can be made, or written to if it is there. Leaves nothing behind.
-
-    Raises:
-        PreflightError: It cannot.
-    """
-    there = existing(directory)
-    try:
-        with tempfile.TemporaryDirectory(prefix=".slime-", dir=there):
-            pass
-    except OSError as error:
-        place = "" if there == directory else f" (in {there})"
-        raise PreflightError(
-            f"{flag} {directory} can't be written{place}: {error.strerror}; give a directory that you may write to"
-        ) from error

@@ -1,16 +1,17 @@
-"""Whether what a run writes fits on its disks: checkpoints, exports of them, rollouts that are kept."""
+"""Whether what a run writes can be written and fits on its disks: checkpoints, exports, rollouts that are kept."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from slime_convert.quantize import Fp8Format, read_format
 from slime_launch.config import Settings
-from slime_launch.errors import PreflightError
+from slime_launch.errors import PreflightError, Problems
 from slime_launch.names import stored_bytes
 
 TOKEN_BYTES = 16  # of a token in the file of a rollout: its id, two log-probs, and its mask
@@ -142,3 +143,55 @@ def existing(directory: Path) -> Path:
 
 def _gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"
+
+
+def check_written(settings: Settings) -> None:
+    """All directories that the run writes to can be made, or written to.
+
+    Raises:
+        PreflightError: Some cannot, a line each.
+    """
+    problems = Problems()
+    for flag, path in written_below(settings).items():
+        problems.attempt(check_writable, path, flag)
+    problems.report()
+
+
+def written_below(settings: Settings) -> dict[str, Path]:
+    """The directories that the run writes to, by flag; of a file's name with places to fill in, what is before them."""
+    run, megatron, engine = settings.run, settings.megatron, settings.engine
+    trains = settings.trains and not settings.only_evaluates
+    on_disk = settings.trains and settings.generates
+    named = {
+        "--save": megatron.save,
+        "--critic-save": megatron.critic_save if trains and settings.algorithm.needs_critic else None,
+        "--output-dir": run.output_dir or "outputs",
+        "--save-hf": run.save_hf if trains else None,
+        "--save-debug-rollout-data": run.save_debug_rollout_data,
+        "--save-debug-train-data": megatron.save_debug_train_data if trains else None,
+        "--update-weight-disk-dir": engine.update_weight_disk_dir if on_disk else None,
+        "--wandb-dir": settings.tracking.wandb_dir if settings.tracking.use_wandb else None,
+    }
+    return {flag: _before_places(path) for flag, path in named.items() if path is not None}
+
+
+def _before_places(path: str) -> Path:
+    before, place, _ = path.partition("{")
+    return Path(path) if not place else Path(before) if before.endswith("/") else Path(before).parent
+
+
+def check_writable(directory: Path, flag: str) -> None:
+    """A directory can be made, or written to if it is there. Leaves nothing behind.
+
+    Raises:
+        PreflightError: It cannot.
+    """
+    there = existing(directory)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".slime-", dir=there):
+            pass
+    except OSError as error:
+        place = "" if there == directory else f" (in {there})"
+        raise PreflightError(
+            f"{flag} {directory} can't be written{place}: {error.strerror}; give a directory that you may write to"
+        ) from error

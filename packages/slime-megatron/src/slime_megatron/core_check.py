@@ -41,6 +41,8 @@ def check_megatron_args(config: MegatronConfig, shape: ModelShape, *, on_gpu: bo
     given = config.megatron_args
     if config.engine_modules and not on_gpu:
         raise ConfigError(config.no_engine_modules("there is no GPU"))
+    if config.transformer_impl == "transformer_engine" and not on_gpu:
+        raise ConfigError("--transformer-impl transformer_engine: there is no GPU for its layers; give auto or local")
     if found := list(problems(given, shape, config, slime_values(shape, config, on_gpu=on_gpu), said)):
         raise ConfigError("\n".join(found))
     if any(reaches_core(name, on_gpu=on_gpu) for name in given):

@@ -27,7 +27,8 @@ from slime_launch.plan.experts import Uneven, uneven_experts
 from slime_launch.plan.layout import Batch, Node, check_nodes, place
 from slime_launch.plan.memory import Phase, TrainerMemory
 from slime_launch.plan.prompt import FirstPrompt, FirstSample, first_prompt, first_row
-from slime_launch.preflight import Found, importing_hooks, look, unchecked_engines
+from slime_launch.plan.unchecked import unchecked
+from slime_launch.preflight import Found, importing_hooks, look
 from slime_launch.resume import beginning
 from slime_launch.room import room_notes
 from slime_launch.validate import check_settings, notices, row_limit
@@ -59,6 +60,7 @@ class Plan:
         row_tokens: Tokens of the longest of them, where all were counted.
         checkpoints: What the run begins with, by role.
         notices: What the settings do that may not be expected.
+        unchecked: Those of them that say what could not be checked; of all else a start refuses nothing.
         problems: Why it cannot start; nothing if it can.
     """
 
@@ -85,6 +87,7 @@ class Plan:
     samples: list[FirstSample]
     checkpoints: dict[str, str]
     notices: list[str]
+    unchecked: list[str]
     problems: list[str]
 
     def as_json(self) -> dict[str, Any]:
@@ -117,7 +120,8 @@ def make_plan(
     given = settings
     settings = with_paths(settings, problems, weights=False)
     absent = absent_models(given, settings)
-    found = look(settings, problems, elsewhere=elsewhere, planned=True, absent=absent)
+    on_gpu = not device.is_cpu
+    found = look(settings, problems, elsewhere=elsewhere, planned=True, absent=absent, on_gpu=on_gpu)
     settings, prompt, row = found.settings, None, None
     model = Path(settings.rollout.data.hf_checkpoint)
     if settings.rollout.data.prompt_paths and found.rows and model.is_dir() and not is_published(model):
@@ -133,6 +137,7 @@ def make_plan(
     nodes, parts = work.estimate(settings, found, problems)
     known = _prompts_are_known(settings, found)
     cost = None if problems.lines or settings.unread else work.cost(settings, parts)
+    left_out = [*_not_here(absent), *unchecked(settings, found, elsewhere=elsewhere)]
     return Plan(
         device=device,
         gpus_per_node=gpus_per_node,
@@ -158,15 +163,15 @@ def make_plan(
         checkpoints={role: absent.get(path, path) for role, path in _checkpoints(settings, found).items()},
         notices=[
             *(f"--{name.replace('_', '-')} is not known, and left out of this plan" for name in sorted(given.unread)),
-            *_not_here(absent),
+            *left_out,
             *(beginning(settings, *found.run) if found.run is not None else ()),
-            *unchecked_engines(settings, elsewhere=elsewhere),
             *notices(settings),
-            *found.said,
+            *(line for line in found.said if line not in left_out),
             *parts.notices,
             *((() if elsewhere else problems.attempt(room_notes, settings)) or ()),
             *layout_notes(layout, hands_over=settings.trainer_sleeps or settings.engines_sleep),
         ],
+        unchecked=left_out,
         problems=problems.lines,
     )
 

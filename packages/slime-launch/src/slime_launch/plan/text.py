@@ -28,7 +28,8 @@ def plan_text(plan: Plan) -> str:
         ("experts that are not used evenly, on the rank that has most to do", _experts(plan)),
         ("alternatives, each planned with one change", _alternatives(plan)),
         ("data", _data(plan)),
-        ("notes", [f"  {line}" for line in plan.notices]),
+        ("notes", [f"  {line}" for line in plan.notices if line not in plan.unchecked]),
+        ("not checked, so that a start may refuse it", [f"  {line}" for line in plan.unchecked]),
     )
     return "\n\n".join("\n".join([title, *lines]) for title, found in sections if (lines := list(found)))
 

@@ -1,0 +1,39 @@
+"""What a plan could not check: a start may refuse that, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slime_launch.config import Settings
+from slime_launch.preflight import Found
+from slime_rollout.engine.python import has_sglang
+
+
+def unchecked_engines(settings: Settings, *, elsewhere: bool) -> list[str]:
+    """What a plan could not check of the engines, where SGLang is not installed here."""
+    engine = settings.engine
+    if not settings.generates or engine.rollout_external_engine_addrs or has_sglang(engine.sglang_python):
+        return []
+    flags = ", ".join(f"--sglang-{name}" for name in engine.sglang_args)
+    unchecked = f", so these flags are not checked: {flags}" if flags else ""
+    start = "" if elsewhere else "; to start here, name the Python that has it with --sglang-python"
+    return [f"SGLang is not installed on this machine{unchecked}{start}"]
+
+
+def unchecked(settings: Settings, found: Found, *, elsewhere: bool) -> list[str]:
+    """What a plan could not check of everything but models, a line each: a start may refuse it."""
+    engine, sampled = settings.engine, [line for line in found.measured.notices if "when its turn comes" in line]
+    lines = [*unchecked_engines(settings, elsewhere=elsewhere), *sampled]
+    if found.not_here:
+        lines.append(f"the data is not checked: {', '.join(found.not_here)} {_is(found.not_here)} not on this machine")
+    if elsewhere:
+        lines.append("directories that can be written, room on disks, free ports and logins are the other machine's")
+    if settings.generates and engine.rollout_external_engine_addrs:
+        lines.append(f"whether {', '.join(engine.rollout_external_engine_addrs)} answer, and with which model")
+    if settings.generates and engine.sglang_router_url is not None:
+        lines.append(f"whether {engine.sglang_router_url} answers as a router")
+    return lines
+
+
+def _is(things: Sequence[str]) -> str:
+    return "are" if len(things) > 1 else "is"
