@@ -102,6 +102,14 @@ def test_a_directory_without_a_run_is_an_error(tmp_path):
         report_data([tmp_path])
 
 
+@pytest.mark.parametrize(
+    ("path", "name"), [("mine/out", "mine/out"), ("mine/outputs", "mine/outputs"), ("mine", "mine")]
+)
+def test_a_run_is_not_called_by_a_word_that_every_output_has(tmp_path, path, name):
+    [run] = report_data([make_run(tmp_path / path)])["runs"]
+    assert run["name"] == name
+
+
 def test_runs_side_by_side_have_names_of_their_own(tmp_path):
     runs = [make_run(tmp_path / name / "run") for name in ("a", "b")]
     assert [run["name"] for run in report_data(runs)["runs"]] == ["a/run", "b/run"]

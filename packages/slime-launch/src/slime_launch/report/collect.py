@@ -50,6 +50,10 @@ CHARTS = (
 """What is shown first: title, kind of row, metrics as the table of names has them, unit."""
 
 
+ANY_OUTPUT = ("out", "output", "outputs", "result", "results", "run")
+"""Names of directories that say nothing about the run."""
+
+
 def report_data(directories: Sequence[Path], *, live: bool = False) -> Data:
     """The data of a page about one run, or about several side by side.
 
@@ -102,9 +106,10 @@ def run_data(directory: Path, name: str) -> Data:
 
 
 def _names(directories: Sequence[Path]) -> list[str]:
-    """The shortest end of each path that no other has."""
+    """The shortest end of each path that no other has, and that is more than a word for any run's output."""
     parts = [directory.resolve().parts for directory in directories]
-    for size in range(1, max(map(len, parts)) + 1):
+    least = 1 + any(part[-1].lower() in ANY_OUTPUT for part in parts)
+    for size in range(least, max(map(len, parts)) + 1):
         names = ["/".join(part[-size:]) for part in parts]
         if len(set(names)) == len(names):
             return names

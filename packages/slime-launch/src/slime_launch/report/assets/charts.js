@@ -62,13 +62,24 @@ const axis = (more) => ({
   ...more,
 });
 
+/** Room for the longest label of an axis, in pixels. */
+const roomFor = (_, labels) => Math.max(40, 14 + 6.5 * Math.max(0, ...(labels ?? []).map((label) => label.length)));
+
+/** What the y axis spans: of values that are all the same, a little around them. */
+const span = (_, least, most) => {
+  if (least === null) return [0, 1];
+  if (least !== most) return uPlot.rangeNum(least, most, 0.1, true);
+  const around = Math.abs(least) / 10 || 1;
+  return [least - around, most + around];
+};
+
 const options = (node, chart, { series, bands }, moved) => ({
   width: Math.max(120, node.clientWidth),
   height: HEIGHT,
   legend: { show: false },
   cursor: { sync: { key: chart.kind }, drag: { x: true, y: false }, points: { size: 6 } },
-  scales: { x: { time: false } },
-  axes: [axis({ size: 28 }), axis({ size: 52, values: (_, ticks) => ticks.map(number) })],
+  scales: { x: { time: false }, y: { range: span } },
+  axes: [axis({ size: 28 }), axis({ size: roomFor, values: (_, ticks) => ticks.map(number) })],
   padding: [8, 10, 0, 0],
   series,
   bands,
@@ -159,7 +170,7 @@ Report.card = (chart, smooth = 1) => {
     else toggle.setAttribute("aria-label", `${fresh.title} as a table`);
   };
   update(chart);
-  const card = { node, update, redraw: () => plot?.redraw(false), close: () => { plot?.destroy(); seen.disconnect(); sized.disconnect(); cards.delete(card); } };
+  const card = { node, update, scale: () => plot && [plot.scales.y.min, plot.scales.y.max], redraw: () => plot?.redraw(false), close: () => { plot?.destroy(); seen.disconnect(); sized.disconnect(); cards.delete(card); } };
   cards.add(card);
   return card;
 };

@@ -25,6 +25,7 @@ const el = Report.el;
 Report.number = (value) => {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (typeof value !== "number") return String(value);
+  if (value === 0) return "0"; // of -0, too
   if (Number.isInteger(value)) return value.toLocaleString("en").replaceAll(",", "\u2009");
   const size = Math.abs(value);
   if (size >= 1e6 || size < 1e-4) return value.toExponential(2);
@@ -56,7 +57,7 @@ Report.colour = (name) => {
   return getComputedStyle(probe).color;
 };
 
-/** An ordinary table: `columns` are [title, "number", "bar" or "text"], rows hold text or elements. */
+/** An ordinary table: `columns` are [title, "number", "bar" or "text"], rows hold text or elements. Narrow windows show columns' titles in cells. */
 Report.table = (caption, columns, rows, attributes = {}) =>
   el(
     "table",
@@ -67,7 +68,7 @@ Report.table = (caption, columns, rows, attributes = {}) =>
       "tbody",
       {},
       rows.map((row) =>
-        el("tr", {}, row.map((cell, place) => el(place ? "td" : "th", { class: columns[place][1], scope: place ? null : "row" }, cell))),
+        el("tr", {}, row.map((cell, place) => el(place ? "td" : "th", { class: columns[place][1], scope: place ? null : "row", "data-column": place ? columns[place][0] : null }, cell))),
       ),
     ),
   );

@@ -3,15 +3,16 @@
 (() => {
 const { el, number, field, select, offer, debounce } = Report;
 const PROMPT_SHOWN = 160;
+// Where not all columns fit, those with the highest numbers of `responsive` are left out.
 const COLUMNS = [
-  { title: "step", field: "rollout", width: 70, sorter: "number" },
-  { title: "index", field: "index", width: 66, sorter: "number" },
-  { title: "group", field: "group", width: 66, sorter: "number", visible: false },
-  { title: "reward", field: "reward", width: 72, sorter: "number" },
-  { title: "length", field: "length", width: 68, sorter: "number" },
-  { title: "status", field: "status", width: 90, sorter: "string" },
-  { title: "dropped", field: "dropped", width: 86, sorter: "string" },
-  { title: "prompt", field: "prompt", minWidth: 120, sorter: "string" },
+  { title: "step", field: "rollout", responsive: 2, width: 70, sorter: "number" },
+  { title: "index", field: "index", responsive: 4, width: 66, sorter: "number" },
+  { title: "group", field: "group", responsive: 6, width: 66, sorter: "number", visible: false },
+  { title: "reward", field: "reward", responsive: 1, width: 72, sorter: "number" },
+  { title: "length", field: "length", responsive: 3, width: 68, sorter: "number" },
+  { title: "status", field: "status", responsive: 5, width: 90, sorter: "string" },
+  { title: "dropped", field: "dropped", responsive: 6, width: 86, sorter: "string" },
+  { title: "prompt", field: "prompt", responsive: 0, minWidth: 120, sorter: "string" },
 ];
 const NUMBERS = new Set(["rollout", "index", "group", "reward", "length"]);
 let parts = null, table = null, built = null, shownOf = null, open = null, found = null, asked = null;
@@ -104,7 +105,7 @@ const makeTable = () => {
   table = new Tabulator(parts.table, {
     data: rows(Report.run()),
     columns: COLUMNS.map((column) => ({ ...column, formatter: cell, headerHozAlign: NUMBERS.has(column.field) ? "right" : "left", hozAlign: NUMBERS.has(column.field) ? "right" : "left", sorterParams: NUMBERS.has(column.field) ? { alignEmptyValues: "bottom" } : {} })),
-    index: "id", height: "100%", layout: "fitColumns", selectableRows: 1, resizableRows: false, placeholder: "no sample passes the filters",
+    index: "id", height: "100%", layout: "fitColumns", responsiveLayout: "hide", selectableRows: 1, resizableRows: false, placeholder: "no sample passes the filters",
     rowHeight: 26,
   });
   built = new Promise((resolve) => table.on("tableBuilt", resolve));

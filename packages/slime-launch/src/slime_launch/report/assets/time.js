@@ -4,12 +4,14 @@
 const { el, section, duration, percent, field } = Report;
 let parts = null, drawing = null, drawnOf = null;
 
-const legend = (kinds) =>
-  kinds.map((what, place) => {
+const legend = (kinds) => {
+  const colours = Report.workColours(kinds);
+  return kinds.map((what, place) => {
     const mark = el("i", { class: what.startsWith("wait") ? "thin" : "" });
-    mark.style.background = `var(${Report.workColour(what, place)})`;
+    mark.style.background = `var(${colours[place]})`;
     return el("span", {}, mark, what);
   });
+};
 
 /** Time lost, greatest first, as a table whose bars show the shares. */
 const lostTable = (lost) => {

@@ -3,15 +3,21 @@
 (() => {
 const { el, duration, colour } = Report;
 const LANE = 24, BAR = 16, AXIS = 24, LABELS = 112;
-// What ranks do in a train phase has its colour, but for forward passes alone.
+// Kinds of work that are usual have their colour in every run; others take what is left of them.
 const COLOURS = {
-  generate: "--c0", score: "--c2", train: "--c1", send: "--c3", save: "--c5", export: "--c5", evaluate: "--c4", wait: "--wait",
-  forward_backward: "--c1", critic: "--c1", optimizer: "--c6", log_probs: "--c7", ref_log_probs: "--c7", teacher_log_probs: "--c7",
-  values: "--c7", split: "--c6", "hand over": "--c6",
+  generate: "--c0", train: "--c1", score: "--c2", send: "--c3", evaluate: "--c4", save: "--c5", split: "--c6", log_probs: "--c7",
+  forward_backward: "--c8", optimizer: "--c9", export: "--c10", critic: "--c11", weight_sums: "--c12", "hand over": "--c13",
+  ref_log_probs: "--c14", values: "--c15",
 };
+const PLACES = 16;
 
-/** Colour of a kind of work; the same in every run. */
-Report.workColour = (what, place) => COLOURS[what] ?? Object.entries(COLOURS).find(([name]) => what.startsWith(name))?.[1] ?? Report.colourName(place);
+/** Colours of kinds of work, each its own as long as there are enough; waiting is grey whatever is waited for. */
+Report.workColours = (kinds) => {
+  const own = (what) => (what.startsWith("wait") ? "--wait" : COLOURS[what]);
+  const taken = new Set(kinds.map(own));
+  const free = Array.from({ length: PLACES }, (_, place) => `--c${place}`).filter((name) => !taken.has(name));
+  return kinds.map((what, place) => own(what) ?? free.shift() ?? Report.colourName(place));
+};
 
 /** A round step of seconds such that about eight marks fit. */
 const markStep = (seconds) => {
@@ -97,7 +103,7 @@ Report.timeline = (say) => {
     pen.font = "11px system-ui, sans-serif";
     pen.textBaseline = "middle";
     drawMarks(pen, height);
-    const colours = timeline.kinds.map((what, place) => colour(Report.workColour(what, place)));
+    const colours = Report.workColours(timeline.kinds).map(colour);
     timeline.lanes.forEach((lane, place) => {
       if (at?.lane === place) {
         pen.fillStyle = colour("--raised");
