@@ -1,6 +1,7 @@
 import contextlib
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from slime_launch.validate import (
     engine_dtype,
     global_batch_size,
     limit_threads,
+    micro_batch_notes,
     notices,
     num_engines,
     num_spare_engines,
@@ -393,3 +395,35 @@ def test_a_format_of_checkpoints_that_is_not_written_is_said_once(flags, to_word
         assert main(["plan", *to_words(flags), "--ckpt-format", other]) == 2
         [line] = [line for line in capsys.readouterr().err.splitlines() if "--ckpt-format" in line]
         assert f"invalid choice: '{other}'" in line and "torch_dist is written" in line
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({}, "each step of a rank has 256 micro-batches of --micro-batch-size 1, the default; a CPU reads all weights"),
+        ({"prompts": 3, "size": 8}, "24 micro-batches .*: --micro-batch-size 8 makes it 3, if memory allows"),
+        ({"prompts": 3, "size": 2}, "6 micro-batches .*: --micro-batch-size 2 makes it 3"),
+        ({"actor_num_gpus_per_node": 2}, "has 128 micro-batches"),
+        ({"steps": 2}, "has 128 micro-batches"),
+        ({"prompts": 1, "size": 3}, None),
+        ({"micro_batch_size": 1}, None),
+        ({"use_dynamic_batch_size": None, "max_tokens_per_gpu": 4096}, None),
+        ({"debug_rollout_only": None}, None),
+    ],
+)
+def test_a_default_micro_batch_that_a_cpu_goes_through_many_of_is_said_with_their_number(more, message):
+    found = micro_batch_notes(settings(**more), on_cpu=True)
+    if message is None:
+        assert found == []
+    else:
+        [line] = found
+        assert re.search(message, line)
+    assert micro_batch_notes(settings(**more), on_cpu=False) == []
+
+
+def test_a_plan_for_a_cpu_says_it_too(workspace, flags, to_words, capsys):
+    words = to_words(flags)
+    assert main(["plan", *words]) == 0
+    assert "8 micro-batches of --micro-batch-size 1, the default" in capsys.readouterr().out
+    assert main(["plan", "--device", "h100", *words]) == 0
+    assert "the default; a CPU" not in capsys.readouterr().out

@@ -19,7 +19,7 @@ from slime_launch.canary import Canary
 from slime_launch.config import Settings
 from slime_launch.console import RunConsole
 from slime_launch.derived import precision_notes
-from slime_launch.devices import link_of
+from slime_launch.devices import link_of, run_device
 from slime_launch.engine_nodes import EngineRoom
 from slime_launch.errors import PlacementError, RayDiedError, RestartsExhaustedError, RunError, Stopped
 from slime_launch.handover import Handover
@@ -54,6 +54,7 @@ from slime_launch.validate import (
     engine_dtype,
     is_quantized,
     limit_threads,
+    micro_batch_notes,
     notices,
     num_engines,
     num_spare_engines,
@@ -138,7 +139,8 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch,
         console.line(f"continuing the run in {where} after step {state.iteration}")
     if state.evaluated is not None:
         console.line(f"evaluating {state.evaluated}")
-    for notice in (*notices(settings), *start_lines(checked), *cluster_notices(os.environ.get("RAY_ADDRESS"))):
+    slow = micro_batch_notes(settings, on_cpu=run_device() == "cpu")
+    for notice in (*notices(settings), *slow, *start_lines(checked), *cluster_notices(os.environ.get("RAY_ADDRESS"))):
         console.line(notice)
     if settings.megatron.save is None and settings.trains and not settings.only_evaluates:
         console.line("no --save: this run writes no checkpoint and cannot be continued")

@@ -241,9 +241,29 @@ def _check_learning(settings: Settings) -> None:
         raise ConfigError(f"--save-hf {settings.run.save_hf} does not merge adapters; leave it out")
 
 
+LARGER = (2, 4, 8)
+"""Micro-batches that are proposed for a CPU: with larger ones little is won."""
+
+
 def notices(settings: Settings) -> list[str]:
     """Warnings about what the run will do, a line each."""
     return [*settings.notes, *settings.algorithm.notices, *_notices_of_kind(settings), *_notices_of_rates(settings)]
+
+
+def micro_batch_notes(settings: Settings, *, on_cpu: bool) -> list[str]:
+    """A default micro-batch of one sample, which a CPU goes through many of in a step, in a line."""
+    megatron = settings.megatron
+    if not on_cpu or settings.only_evaluates or not settings.trains or megatron.use_dynamic_batch_size:
+        return []
+    size = megatron.micro_batch_size
+    own = global_batch_size(settings) // megatron.data_parallel_size(settings.cluster.actor_gpus)
+    larger = max((found for found in LARGER if found % size == 0 and own % found == 0), default=size)
+    if "micro_batch_size" in settings.origins or larger == size:
+        return []
+    return [
+        f"each step of a rank has {own // size} micro-batches of --micro-batch-size {size}, the default; a CPU reads "
+        f"all weights for each: --micro-batch-size {larger} makes it {own // larger}, if memory allows"
+    ]
 
 
 def _notices_of_rates(settings: Settings) -> Iterator[str]:
