@@ -161,12 +161,7 @@ def look(
     not_here = absent_data(settings) if elsewhere else []
     settings = without_checkpoints(problems.attempt(count_rollouts, settings) or settings)
     problems.attempt(check_settings, settings)
-    with importing_hooks():
-        problems.attempt(check_algorithm, settings.algorithm, settings.megatron)
-        if settings.generates:
-            args = problems.attempt(hook_args_of, settings.rollout, settings.flags())
-            if args is not None:
-                problems.attempt(check_hooks, settings.rollout, args)
+    _check_functions(settings, problems)
     directory = Path(settings.rollout.data.hf_checkpoint)
     problems.attempt(_check_model, settings, absent)
     shape = problems.attempt(check_shape, settings) if (directory / "config.json").is_file() else None
@@ -180,13 +175,7 @@ def look(
             problems.attempt(check_weight_names, directory, shape, "--hf-checkpoint")
     overrides = problems.attempt(read_overrides, settings)
     run = problems.attempt(find_weights, settings, absent)
-    for model in _models(settings, run):
-        if shape is None:
-            problems.attempt(find_checkpoint, model)
-        elif str(model) not in absent:
-            problems.attempt(check_checkpoint, model, shape)
-            if Path(model) != directory:
-                problems.attempt(check_weight_names, Path(model), shape, "the checkpoint")
+    _check_checkpoints(settings, shape, run, absent, problems)
     if not elsewhere:
         problems.attempt(check_written, settings)
         problems.attempt(check_room, settings)
@@ -223,6 +212,33 @@ def look(
         measured=measured,
         said=[*(notes or ()), *(limits or ()), *measured.notices],
     )
+
+
+def _check_functions(settings: Settings, problems: Problems) -> None:
+    """User-defined functions can be imported, and take what they are called with."""
+    with importing_hooks():
+        problems.attempt(check_algorithm, settings.algorithm, settings.megatron)
+        if settings.generates:
+            args = problems.attempt(hook_args_of, settings.rollout, settings.flags())
+            if args is not None:
+                problems.attempt(check_hooks, settings.rollout, args)
+
+
+def _check_checkpoints(
+    settings: Settings,
+    shape: ModelShape | None,
+    run: tuple[Manifest | None, StartWeights | None] | None,
+    absent: Collection[str],
+    problems: Problems,
+) -> None:
+    """The checkpoints of the trainers are there and of the model, as far as they are not ``absent``."""
+    for model in _models(settings, run):
+        if shape is None:
+            problems.attempt(find_checkpoint, model)
+        elif str(model) not in absent:
+            problems.attempt(check_checkpoint, model, shape)
+            if Path(model) != Path(settings.rollout.data.hf_checkpoint):
+                problems.attempt(check_weight_names, Path(model), shape, "the checkpoint")
 
 
 def measure(settings: Settings, shape: ModelShape) -> Measured:

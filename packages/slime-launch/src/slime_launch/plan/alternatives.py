@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 
 from slime_core.errors import SlimeError
 from slime_launch.config import Settings
-from slime_launch.config_file import FLAG, with_config
+from slime_launch.config_file import with_config
 from slime_launch.flags import read_train
 from slime_launch.parser import without
+from slime_rollout.run_file import FLAG
 
 MOST = 2
 """Alternatives that a plan shows."""
