@@ -45,6 +45,7 @@ REDUCTIONS = {"amax": "amin", "max": "min", "sum": "mean", "any": "all", "maximu
 REDUCTIONS |= {new: old for old, new in REDUCTIONS.items()}
 CHEAP, FEW = "not real and not full", ("--hypothesis-profile=few",)
 SECONDS, SUITE_SECONDS = 300, 3600
+FAILED_FILE, MOST_FAILED = WORK / "failed", 10  # such as tests of signals, which coverage.py disturbs
 
 
 @dataclass(frozen=True)
@@ -103,22 +104,27 @@ class Package:
         data, settings = self.folder / "coverage", self.folder / "coverage.ini"
         settings.write_text("[run]\n", encoding="utf-8")  # not the repository's, which are for many processes
         tests = f"packages/slime-{self.name}/tests"
+        FAILED_FILE.unlink(missing_ok=True)
         done = self.run(
             *("-m", "coverage", "run", f"--rcfile={settings}", f"--data-file={data}", f"--source={self.folder}"),
             *("-m", "pytest", "-p", "mutants", "-p", "no:cacheprovider", "-q", "-m", CHEAP, *FEW, tests),
             seconds=SUITE_SECONDS,
         )
-        if done.returncode:
-            sys.exit(
-                f"the tests of slime-{self.name} fail without a mutant:\n{done.stdout[-2000:]}{done.stderr[-500:]}"
-            )
+        failed = FAILED_FILE.read_text(encoding="utf-8").splitlines() if FAILED_FILE.exists() else []
+        if done.returncode not in (0, 1) or len(failed) > MOST_FAILED:
+            output = done.stdout[-2000:] + done.stderr[-500:]
+            sys.exit(f"the tests of slime-{self.name} fail without a mutant:\n{output}")
+        for test in failed:
+            print(f"left out, as it fails without a mutant: {test}")
         from coverage import CoverageData
 
         recorded = CoverageData(str(data))
         recorded.read()
         for file in self.files():
             found = recorded.contexts_by_lineno(str(self.folder / file))
-            self.contexts[file] = {line: [one for one in tests if one] for line, tests in found.items()}
+            self.contexts[file] = {
+                line: [one for one in tests if one and one not in failed] for line, tests in found.items()
+            }
 
     def tests_of(self, mutant: Mutant) -> list[str]:
         """The tests that run its line; for a line that runs at import, those that run anything of its file. Those of
@@ -256,6 +262,13 @@ def pytest_runtest_protocol(item: Any, nextitem: Any) -> None:
 
     if (current := Coverage.current()) is not None:
         current.switch_context(item.nodeid)
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """As that plugin: write down the test that fails."""
+    if report.failed:
+        with FAILED_FILE.open("a", encoding="utf-8") as file:
+            file.write(report.nodeid + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
