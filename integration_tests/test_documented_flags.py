@@ -62,7 +62,8 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 TRAIN = {spec.name for group in train_groups() for spec in group.flags}
 PLAN = {spec.name for config in (PlanConfig, ReportConfig, ReplayConfig) for spec in flag_specs(config)}
-KNOWN = TRAIN.union(PLAN, _options(convert_parser()), _options(rollout._parser()), *OTHERS.values())
+SWITCHED_OFF = {f"--no-{spec.name[2:]}" for group in train_groups() for spec in group.flags if spec.is_switch}
+KNOWN = TRAIN.union(SWITCHED_OFF, PLAN, _options(convert_parser()), _options(rollout._parser()), *OTHERS.values())
 every_page = pytest.mark.parametrize("page", PAGES)
 THEIRS = {
     f"--{part.replace('_', '-')}" for rows in table().values() for name in rows for part in (name, name.split(".")[0])
