@@ -47,7 +47,7 @@ def make_run(
         "began": BEGAN,
         "ended": BEGAN + seconds,
         "headline": [
-            ["rollouts", f"{rollouts} of {rollouts}"],
+            ["steps", f"{rollouts} of {rollouts}"],
             ["optimizer steps", str(rollouts)],
             ["time", f"{seconds / 60:.1f} min"],
             ["mean reward", f"{reward[0]:.3f} → {reward[-1]:.3f}"],
@@ -113,7 +113,7 @@ def make_curves(rng: np.random.Generator, rollouts: int) -> tuple[dict[str, Any]
         {"title": "Idle share", "kind": "rollout", "names": shares, "unit": ""},
     ]
     series = {"rollout": rollout, "train": train}
-    return {kind: {"x": x.tolist(), "series": each} for kind, each in series.items()}, charts
+    return {kind: {"x": (x + 1).tolist(), "series": each} for kind, each in series.items()}, charts
 
 
 def make_eval(which: str, rollouts: int, progress: float, rng: np.random.Generator) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def make_lanes(
     who = ["loop", *(f"engine {number}" for number in range(engines)), *(f"rank {number}" for number in range(ranks))]
     spans: dict[str, list[list[float]]] = {name: [] for name in who}
     at = 0.0
-    for rollout in range(rollouts):
+    for rollout in range(1, rollouts + 1):
         long = 12 + 6 * rng.random(engines)
         for engine in range(engines):
             spans[f"engine {engine}"].append([at, long[engine], 0, rollout])
@@ -146,7 +146,7 @@ def make_lanes(
         for name in who:
             spans[name].append([at, 1.2, 3, rollout])
         at += 1.2
-        if rollout % 10 == 9:
+        if rollout % 10 == 0:
             spans["loop"].append([at, 4.0, 4, rollout])
             spans["loop"].append([at + 4, 8.0, 5, None])
             at += 12

@@ -194,9 +194,9 @@ def test_arrow_keys_read_a_chart(reader, one):
     reader.open(f"{one}#curves")
     plot = reader.one("#panel-curves .plot[aria-label]")
     plot.send_keys(Keys.HOME)
-    reader.wait(lambda: "rollout 0" in reader.text("#panel-curves .card .legend"))
+    reader.wait(lambda: "step 1" in reader.text("#panel-curves .card .legend"))
     plot.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    reader.wait(lambda: "rollout 2" in reader.text("#panel-curves .card .legend"))
+    reader.wait(lambda: "step 3" in reader.text("#panel-curves .card .legend"))
 
 
 def test_any_series_can_be_picked_and_smoothed(reader, one):
@@ -218,11 +218,11 @@ def test_the_timeline_is_read_by_keys(reader, one):
     reader.open(f"{one}#time")
     canvas = reader.one("#panel-time canvas")
     canvas.send_keys(Keys.ARROW_RIGHT)
-    assert reader.text("#panel-time .said").startswith("loop: generate, rollout 0")
+    assert reader.text("#panel-time .said").startswith("loop: generate, step 1")
     canvas.send_keys(Keys.ARROW_DOWN)
-    assert reader.text("#panel-time .said").startswith("engine 0: generate, rollout 0")
+    assert reader.text("#panel-time .said").startswith("engine 0: generate, step 1")
     canvas.send_keys("++", Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    reader.shows("#panel-time .said", "rollout 1")
+    reader.shows("#panel-time .said", "step 2")
     reader.labelled("go to step").send_keys("7\t")
     for words in ("trainers wait for generation", "51.0 %", "rank 3"):
         reader.shows("#panel-time", words)

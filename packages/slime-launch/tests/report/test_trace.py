@@ -18,15 +18,15 @@ SECONDS = 60
 READ = """
 const done = arguments[arguments.length - 1];
 const sql = `select process.name as run, thread.name as lane, slice.name as what, slice.ts as start, slice.dur as long,
-    extract_arg(slice.arg_set_id, 'args.rollout') as rollout
+    extract_arg(slice.arg_set_id, 'args.step') as step
   from slice join thread_track on slice.track_id = thread_track.id join thread using (utid) join process using (upid)
   order by run, lane, start`;
 (async () => {
   const found = [], complaints = [];
-  const kinds = {run: "str", lane: "str", what: "str", start: 0n, long: 0n, rollout: 0};
+  const kinds = {run: "str", lane: "str", what: "str", start: 0n, long: 0n, step: 0};
   const rows = (await app.trace.engine.query(sql)).iter(kinds);
   for (; rows.valid(); rows.next())
-    found.push([rows.run, rows.lane, rows.what, Number(rows.start), Number(rows.long), rows.rollout]);
+    found.push([rows.run, rows.lane, rows.what, Number(rows.start), Number(rows.long), rows.step]);
   const wrong = await app.trace.engine.query("select name from stats where severity != 'info' and value > 0");
   for (const row = wrong.iter({name: "str"}); row.valid(); row.next()) complaints.push(row.name);
   done([found, complaints]);
@@ -75,10 +75,10 @@ def test_perfetto_opens_the_trace_of_two_runs(chromium, perfetto):
     found, complaints = chromium.execute_async_script(READ)
     second_ = 10**9
     assert [tuple(row) for row in found] == [
-        ("first", "loop", "generate", 0, 2 * second_, 0),
-        ("first", "loop", "train", 2 * second_, 3 * second_ // 2, 0),
-        ("first", "rank 0", "optimizer", 2 * second_, second_ // 2, 0),
-        ("second", "engine 0", "generate", 10 * second_, second_ // 4, 3),
-        ("second", "loop", "generate", 10 * second_, second_, 3),
+        ("first", "loop", "generate", 0, 2 * second_, 1),
+        ("first", "loop", "train", 2 * second_, 3 * second_ // 2, 1),
+        ("first", "rank 0", "optimizer", 2 * second_, second_ // 2, 1),
+        ("second", "engine 0", "generate", 10 * second_, second_ // 4, 4),
+        ("second", "loop", "generate", 10 * second_, second_, 4),
     ]
     assert not complaints

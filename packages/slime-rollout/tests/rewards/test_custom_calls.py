@@ -160,6 +160,14 @@ def test_a_function_that_raises_timeout_error_is_not_taken_for_a_slow_one():
     )
 
 
+async def answer(made, value):
+    """What a call returns that is no slow one; a busy machine may be late with it."""
+    for _ in range(20):
+        with contextlib.suppress(VerifierError):
+            return await made("sample 1", value)
+    return None
+
+
 def test_calls_that_are_left_behind_take_nobodys_turn_and_end_the_run_when_there_are_eight():
     release = threading.Event()
 
@@ -172,7 +180,7 @@ def test_calls_that_are_left_behind_take_nobodys_turn_and_end_the_run_when_there
 
     async def work():
         for number in range(custom.MOST_STUCK):
-            assert await made("sample 1", number) == number
+            assert await answer(made, number) == number
             await failure(made, "hang")
         await asyncio.sleep(2 * LIMIT)
         with pytest.raises(RewardError, match=r"own: 8 calls go on after twice their time limit of 0\.5 s") as caught:
@@ -180,7 +188,7 @@ def test_calls_that_are_left_behind_take_nobodys_turn_and_end_the_run_when_there
         assert not isinstance(caught.value, VerifierError)
         release.set()
         await wait_until(lambda: not made._running)
-        assert await made("sample 9", 9) == 9  # they ended after all
+        assert await answer(made, 9) == 9  # they ended after all
 
     run(work())
 
