@@ -68,7 +68,7 @@ def differ(*directories: Path) -> str | None:
 def test_runs_are_equal_whatever_the_load_and_however_many_engines(qwen3: Assets, tmp_path: Path) -> None:
     one, other = (trained(qwen3, tmp_path / name, engines=1) for name in ("one", "other"))
     done = subprocess.run([LAUNCHER, "diff", one, other], capture_output=True, text=True, timeout=60)
-    assert done.stdout.splitlines()[-1].startswith(f"equal: {ROLLOUTS} rollouts to the last bit"), done.stdout
+    assert done.stdout.splitlines()[-1].startswith(f"equal: {ROLLOUTS} steps to the last bit"), done.stdout
     assert done.returncode == 0
     assert differ(one, trained(qwen3, tmp_path / "two engines", engines=2)) is None
 
