@@ -268,5 +268,5 @@ def test_the_table_shows_an_absent_loss():
 def test_whatever_a_rollout_comes_from_its_tokens_are_the_models(tokens, message):
     one = Sample(index=3, group_index=0, prompt="p", tokens=tokens, response_length=1, reward=0.0)
     batch = RolloutBatch(rollout_id=4, groups=[[one]])
-    with pytest.raises(DataError, match=f"sample 3 of rollout 4 is not of this model: {message}"):
+    with pytest.raises(DataError, match=f"sample 3 of step 5 is not of this model: {message}"):
         check_limits(batch.columns(), SHAPE)

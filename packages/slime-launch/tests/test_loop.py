@@ -397,7 +397,7 @@ def test_a_token_beyond_max_weight_staleness_ends_the_run(clock, flags, launch, 
     flags |= {"--rollout-num-gpus": "1", "--async-buffer-size": "2", "--max-weight-staleness": "1"}
     sample = Rollout.sample
     monkeypatch.setattr(Rollout, "sample", lambda *given: dataclasses.replace(sample(*given), weight_versions=[0]))
-    with pytest.raises(RunError, match="of rollout 2 has tokens of weight version 0 where all must be 1 to 2: "):
+    with pytest.raises(RunError, match="of step 3 has tokens of weight version 0 where all must be 1 to 2: "):
         launch(tmp_path / "run")
     assert "train 1" in clock.names and "train 2" not in clock.names
 

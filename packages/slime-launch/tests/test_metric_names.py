@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from slime_core.config import AlgorithmConfig
+from slime_core.hooks import HookArgs
 from slime_core.metrics import eval_metrics
 from slime_core.types import EvalReport, SleepReport, Status, SyncReport
 from slime_launch.canary import Canary
@@ -34,6 +35,7 @@ from slime_megatron.losses import LOSSES, LossInputs
 from slime_megatron.roles import TrainedModel
 from slime_megatron.routing import changed
 from slime_megatron.step import step_metrics
+from slime_megatron.trainer_hooks import TrainerHooks
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data_service import DataService, DataSpec
 from slime_rollout.rollout import RolloutManager
@@ -81,6 +83,7 @@ class AloneAtWork:
     _release = worker.MegatronWorker._release
     _background = None
     _takes_turns = False
+    _hooks = TrainerHooks({}, HookArgs({}))
 
     def __init__(self, algorithm, loss):
         self.config = types.SimpleNamespace(
@@ -107,6 +110,8 @@ class AloneAtWork:
             "step": step,
             "frozen": {},
             "versions": None,
+            "optimizer": None,
+            "scheduler": None,
         }
         return types.SimpleNamespace(
             wrapped=[], model=[], config=nothing, undone_on_error=contextlib.nullcontext, **own

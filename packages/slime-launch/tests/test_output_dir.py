@@ -98,7 +98,7 @@ def test_a_finished_run_is_shown_from_where_its_files_are(left, tmp_path, capsys
     list(make_room(out, None))
     evaluation = content(left(out, None, 2.0))
     manifest = Mock(iteration=1, checkpoint=None, output_dir=str(out))
-    settings = Mock(num_rollout=1)
+    settings = Mock(num_rollout=1, only_evaluates=False)
     settings.megatron.save, settings.rollout.evaluation.has_eval_sets = str(save), False
     assert report_if_finished(Mock(manifest=manifest, settings=settings), out)
     assert f"the run in {save} is finished" in capsys.readouterr().out
@@ -167,5 +167,5 @@ def test_a_replay_does_not_write_to_its_run(left, tmp_path, monkeypatch):
     before = content(out)
     monkeypatch.setattr("slime_launch.replay.find_start", Mock())
     with pytest.raises(FlagError, match="is the run itself; give another"):
-        replay([str(out), "--step", "0", "--output-dir", f"{out}/../out"])
+        replay([str(out), "--step", "1", "--output-dir", f"{out}/../out"])
     assert content(out) == before

@@ -77,7 +77,7 @@ def test_the_first_samples_and_a_dropped_group_are_kept(workspace, flags, to_wor
         (0, None), (1, None), (2, None), (4, "odd"), (5, "odd"),
     ]  # fmt: skip
     first = samples[0]
-    assert (first["rollout"], first["weight_version"], first["versions"]) == (3, 5, [4, 4, 4])
+    assert (first["rollout"], first["weight_version"], first["versions"]) == (4, 5, [4, 4, 4])
     assert first["log_probs"] == [-0.1235] * 3 and first["mask"] is None and first["cut"] is None
     assert first["tokens"] == [" 0", " 1", " 2"]  # the model's tokenizer is empty
     assert "the report will show tokens as numbers" in caplog.text

@@ -227,12 +227,8 @@ class GenerationContext:
         whole: str = self.tokenizer.decode([*before, *tokens], skip_special_tokens=skip)
         return whole[len(known) :]
 
-    async def ask(self, sample: Sample, request: dict[str, Any], begun: int = 0) -> Completion:
-        """What engines answer to a :meth:`request`, where the last ``begun`` tokens are of the same response.
-
-        Raises what :meth:`EngineClient.generate` raises.
-        """
-        done = await self.client.generate(sample.tokens, **request)
+    def up_to_stop(self, sample: Sample, request: Mapping[str, Any], done: Completion, begun: int) -> Completion:
+        """An answer up to a stop text that begins before a cut; the last ``begun`` tokens are of the same response."""
         stops = stop_texts(request["sampling_params"])
         if not stops or self.tokenizer is None or not (begun or done.cuts):
             return done
@@ -240,11 +236,14 @@ class GenerationContext:
         return done.up_to_stop(before, stops, functools.partial(self.tokenizer.decode, skip_special_tokens=False))
 
     async def next_turn(self, sample: Sample, request: dict[str, Any], begun: int = 0) -> Completion:
-        """What :meth:`ask` gives, or has given before a restart."""
+        """What an engine answers to a :meth:`request`, or has answered before a restart. Errors as of the client's.
+
+        The last ``begun`` tokens of the sample are of the same turn.
+        """
         known = None if self.turns is None else self.turns.turn(sample, request)
         if known is not None:
             return known
-        done = await self.ask(sample, request, begun)
+        done = self.up_to_stop(sample, request, await self.client.generate(sample.tokens, **request), begun)
         if self.turns is not None:
             self.turns.add_turn(sample, request, done)
         return done
@@ -284,8 +283,9 @@ async def generate_sample(sample: Sample, context: GenerationContext) -> list[Sa
     if not room:
         sample.status = Status.TRUNCATED
         return [sample]
-    done = await context.ask(sample, context.request(sample, room=room), sample.response_length)
-    _extend(sample, done, context)
+    request = context.request(sample, room=room)
+    done = await context.client.generate(sample.tokens, **request)
+    _extend(sample, context.up_to_stop(sample, request, done, sample.response_length), context)
     return [sample]
 
 
