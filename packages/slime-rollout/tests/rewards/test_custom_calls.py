@@ -161,7 +161,7 @@ def test_a_function_that_raises_timeout_error_is_not_taken_for_a_slow_one():
 
 
 async def answer(made, value):
-    """What a call returns that is no slow one; a busy machine may be late with it."""
+    """What a call returns that does not hang; a busy machine may be late with it."""
     for _ in range(20):
         with contextlib.suppress(VerifierError):
             return await made("sample 1", value)
