@@ -110,7 +110,7 @@ def test_gradients():
 def test_one_length_for_all_is_the_same_as_many():
     values, mask = tokens([3, 3, 3, 3], 1), (tokens([3, 3, 3, 3], 2) > 0).long()
     counts = lengths_tensor([3] * 4, 12)
-    assert sequence_lengths(3, values) == 3
+    assert (sequence_lengths(3, values), sequence_lengths(1, values)) == (3, 1)
     torch.testing.assert_close(sequence_sum(values, 3), sequence_sum(values, counts))
     torch.testing.assert_close(sequence_mean(values, mask, 3), sequence_mean(values, mask, counts))
     assert expand(values[:4], 3).equal(expand(values[:4], counts))
