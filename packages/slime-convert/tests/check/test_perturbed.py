@@ -36,12 +36,12 @@ def perturbed(config):
 
 
 def can_be_compared(config, directory):
-    """Whether neither we nor transformers refuse a config, and its model says something."""
+    """Whether neither we nor transformers refuse a config or fail to compute with it, and its model says something."""
     try:
         ModelShape.from_hf_config(config)
         with quiet():
             all_logits(build(config, directory))
-    except (ConvertError, AssertionError):
+    except (ConvertError, AssertionError, RuntimeError, IndexError):
         return False
     return True
 
