@@ -1,4 +1,4 @@
-"""Mutants: changes of lines that compute, each of which some test must notice.
+"""Mutants: changes of lines that compute. Some test must notice each.
 
 Cosmic Ray finds the places and writes the changed code; coverage.py knows which tests run a line, and only those are
 asked. The checkout stays as it is: tests import a copy of the package.

@@ -102,7 +102,7 @@ SIZES = {
             ", weights\n",
             "  rollout_log_probs: 1 of 12 samples differ, by 1.0e-07 at most\n",
             "  train/loss: 2 of 3 optimizer steps differ, by 2.0e-07 at most\n",
-            "where they part, it is no more than rounding, which is up to 0.0001 nats in float32\n",
+            "where they part, rounding explains it, up to 0.0001 nats in float32\n",
         ],
     ),
     "a token": (

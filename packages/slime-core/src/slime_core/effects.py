@@ -70,7 +70,7 @@ def without_effect(
 
 
 def refusals(specs: Mapping[str, FlagSpec], values: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with values of which nobody knows which were given: those that ask for something are taken for it.
+    """Lines about flags without effect, where nobody knows which were given: a value that asks for something counts.
 
     Kinds of runs are not known either, and hold.
     """
@@ -80,7 +80,7 @@ def refusals(specs: Mapping[str, FlagSpec], values: Mapping[str, Any]) -> Iterat
 
 
 def refusal(need: Need, idle: Iterable[FlagSpec], values: Mapping[str, Any], because: str = "") -> str:
-    """The line that refuses flags without what they need; ``because`` of which flag a kind of run is not there."""
+    """The line that refuses flags without what they need; ``because`` is the flag that makes it another kind of run."""
     named = [f"{spec.name}{_shown(values.get(spec.dest))}" for spec in idle]
     has, it = ("has", "it") if len(named) == 1 else ("have", "them")
     return f"{', '.join(named)} {has} no effect{_reason(need, values, because)}{_advice(need, it)}"

@@ -32,7 +32,7 @@ NO_VALUE = 0xFFFFFFFF
 BEYOND = math.inf
 """The size of a difference that is none of rounding, such as another token."""
 UNKNOWN = math.nan
-"""The size of a difference of which only checksums are left."""
+"""The size of a difference where only checksums are left."""
 
 
 def fields_of(one: StepSums, other: StepSums) -> list[str]:
@@ -59,7 +59,7 @@ class Part:
     largest: float = 0.0
 
     def add(self, total: int, sizes: Sequence[float]) -> None:
-        """Count ``total`` more, of which those with ``sizes`` differ."""
+        """Count ``total`` more; those that differ have ``sizes``."""
         self.total += total
         self.differing += len(sizes)
         for size in sizes:
@@ -169,4 +169,4 @@ def _verdict(parts: dict[str, Part], dtype: str) -> str:
         )
     if not any(name in REAL or name.startswith("train/") for name in differing):
         return f"only checksums of {', '.join(differing)} differ, which do not say whether it is rounding"
-    return f"it is no more than rounding, which is up to {limit}"
+    return f"rounding explains it, up to {limit}"

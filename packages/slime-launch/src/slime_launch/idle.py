@@ -16,14 +16,14 @@ from slime_launch.config import CONFIGS, Settings
 
 
 class Lack(NamedTuple):
-    """Why the run is not of a kind: ``because`` of which flag, or as a ``mode`` of a command that else is one."""
+    """Why the run is not of a kind: ``because`` is the flag; in a ``mode`` such as evaluation flags may stay."""
 
     because: str = ""
     mode: bool = True
 
 
 def idle_notes(settings: Settings) -> list[str]:
-    """The flags without effect of which nothing is lost, a line for each reason."""
+    """The flags without effect that may stay, a line for each reason."""
     values = settings.flags()
     return [
         effects.note(need, idle, values)

@@ -54,8 +54,8 @@ class Sample:
             top-p, top-k or min-p, for the trainer to normalize over; ``None`` where that is the whole vocabulary.
         routed_experts: The experts that the engine chose for the first T of ``tokens``, at most all but one, as text
             (:mod:`slime_core.types.routed`), for the trainer to choose the same. ``None`` if they are unknown.
-        reward: A number, or several by name, of which one is trained on; among them may be other values that JSON can
-            hold, such as the answer that was found. ``None`` before scoring.
+        reward: A number, or a dictionary: one of its numbers is trained on, and it may hold other values of JSON, such
+            as the answer that was found. ``None`` before scoring.
         status: Where the sample stands.
         remove_sample: Train on none of its tokens. Its reward still counts in its group's mean.
         session_id: Requests of one session go to the same engine; ``None`` means no preference.
