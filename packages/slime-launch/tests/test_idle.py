@@ -73,6 +73,12 @@ def beside(dest):
     return " ".join(found)
 
 
+def otherwise(condition):
+    """A flag with another value than a condition wants."""
+    spec = SPECS[condition.dest]
+    return f"{spec.name} {next(choice for choice in spec.choices if choice not in condition.values)}"
+
+
 def idle(words):
     """What is refused of a command, and what is only named, as far as it is about flags without effect."""
     settings, problems = read_train(words.split(), on_gpu=False)
@@ -111,9 +117,7 @@ def test_a_flag_without_what_it_needs_is_refused_or_named(dest):
         elif need.is_without:
             without = words_of(first.dest, first.values)
         else:
-            met = SPECS[first.dest].default in first.values
-            others = [choice for choice in SPECS[first.dest].choices or () if choice not in first.values]
-            without = f"{SPECS[first.dest].name} {others[0]}" if met else ""
+            without = " ".join(otherwise(one) for one in need.any_of if SPECS[one.dest].default in one.values)
         _, refused, noted = idle(f"{BASE} {without} {words_of(dest)}")
         named = [line for line in refused if spec.name in names(line.split(" no effect")[0])]
         said = [line for line in noted if spec.name in names(line.partition(":")[2])]
@@ -133,7 +137,10 @@ def test_a_flag_without_what_it_needs_is_refused_or_named(dest):
         ("--lambd 0.9", "--lambd 0.9 has no effect without --advantage-estimator ppo"),
         ("--gamma 0.9", "--gamma 0.9 has no effect without --advantage-estimator ppo or reinforce_plus_plus"),
         ("--profile-step-start 2", "--profile-step-start 2 has no effect without --profile"),
-        ("--dynamic-sampling-max-prompts 9", "--dynamic-sampling-max-prompts 9 has no effect without --dynamic-sam"),
+        (
+            "--rm-on-failure zero --dynamic-sampling-max-prompts 9",
+            "--dynamic-sampling-max-prompts 9 has no effect without --dynamic-sam",
+        ),
         ("--custom-generate-timeout 9", "--custom-generate-timeout 9.0 has no effect without --custom-generate-func"),
         ("--tis-clip 3 --opsm-delta 1", "--tis-clip 3.0 has no effect without --use-tis"),
         ("--value-clip 0.5", "--value-clip 0.5 has no effect with --advantage-estimator grpo"),

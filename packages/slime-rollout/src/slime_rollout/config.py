@@ -22,7 +22,7 @@ LOSS_MASKS = ("qwen", "qwen3", "qwen3_5", "distill_qwen")
 PAIRS = given("loss_type", "dpo_loss", "rm_loss")
 DROPS = any_given(
     *("dynamic_sampling_filter_path", "async_buffer_size", "max_weight_staleness", "custom_generate_function_path")
-) | given("rm_on_failure", "drop")
+) | given("rm_on_failure", "replace")
 """What may leave a group out of a rollout, or start more groups than it is made of."""
 SAMPLED_SETS = (GENERATES, *HELD_OUT)
 # What rendering a prompt decides itself.
