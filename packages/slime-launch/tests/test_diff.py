@@ -151,6 +151,14 @@ def test_equal_runs_get_a_certificate(tmp_path, capsys):
     assert "equal: 3 steps to the last bit" in (out := capsys.readouterr().out) and "3 weights after each" in out
 
 
+def test_a_run_without_engines_has_no_engine_packages_to_differ(tmp_path, capsys):
+    """Such as a replay."""
+    replayed = Written()
+    replayed.engine_packages = {}
+    assert diff((Written().write(tmp_path / "a"), replayed.write(tmp_path / "b"))) == 0
+    assert "the engines'" not in capsys.readouterr().out
+
+
 def test_a_shorter_run_is_compared_as_far_as_it_goes(tmp_path, capsys):
     shorter = Written()
     shorter.samples = shorter.samples[:2]

@@ -76,7 +76,18 @@ def test_epochs_count_prompts_too_and_num_rollout_counts_alone(flags, to_words):
     flags |= {"--num-epoch": "5"}
     assert checked(flags, to_words).settings.num_rollout == 2
     del flags["--num-rollout"]
-    assert checked(flags, to_words).settings.num_rollout == 10
+    found = checked(flags, to_words)
+    assert found.settings.num_rollout == 10
+    assert not any("left over" in line for line in found.said)
+
+
+def test_rows_that_fill_no_rollout_are_said(flags, to_words):
+    del flags["--num-rollout"]
+    flags |= {"--num-epoch": "1", "--rollout-batch-size": "3"}
+    flags |= {"--n-samples-per-prompt": "2", "--global-batch-size": "6"}
+    found = checked(flags, to_words)
+    assert found.settings.num_rollout == 2
+    assert "--num-epoch 1: 2 of 8 rows are left over, as a rollout takes --rollout-batch-size 3" in found.said
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ usage: slime-launch diff RUN_A RUN_B
 Say in which step, sample, token, metric and weight two runs part first, which settings differ, what is equal,
 and whether rounding explains the rest. RUN is a run's --output-dir.
 
-Exit codes: 0 the steps that both have are equal; 1 something differs; 2 one cannot be compared."""
+Exit codes: 0 settings and the steps that both have are equal; 1 one of them differs; 2 a run cannot be compared."""
 PLACES = frozenset({"output_dir", "save", "wandb_group", "wandb_run_id", "wandb_dir", "dump_details"})
 """Settings that say where a run is, not what it computes."""
 MOST_SHOWN = 8
@@ -73,6 +73,8 @@ def settings_that_differ(first: WrittenRun, second: WrittenRun) -> Iterator[tupl
         ("environment", "$"),
     ):
         one, other = first.resolved.get(part) or {}, second.resolved.get(part) or {}
+        if part == "engine_packages" and not (one and other):
+            continue  # a run without engines, such as a replay, has none
         for name in sorted(one.keys() | other.keys()):
             values = [_value(found.get(name)) for found in (one, other)]
             if values[0] != values[1] and not (part == "settings" and name in PLACES):

@@ -16,6 +16,7 @@ from slime_core.errors import ConfigError, DataError
 from slime_core.flags import collected_problems
 from slime_core.schedule import check_pairs
 from slime_core.types import RolloutColumns
+from slime_core.words import counted
 from slime_launch.config import Settings
 from slime_launch.devices import find_device, run_device
 from slime_launch.errors import PreflightError, Problems
@@ -210,8 +211,24 @@ def look(
         rows=rows,
         not_here=not_here,
         measured=measured,
-        said=[*(notes or ()), *(limits or ()), *measured.notices],
+        said=[*(notes or ()), *(limits or ()), *measured.notices, *_left_over(settings, rows or {})],
     )
+
+
+def _left_over(settings: Settings, rows: Mapping[str, int]) -> list[str]:
+    """The rows of ``--num-epoch`` that fill no rollout, in a line."""
+    run, size = settings.run, settings.rollout.selection.rollout_batch_size
+    counts = [rows.get(path) for path in settings.rollout.data.prompt_paths]
+    if run.num_epoch is None or "num_rollout" in settings.origins or None in counts:
+        return []
+    given = run.num_epoch * sum(filter(None, counts))
+    left = given - settings.num_rollout * size
+    if left <= 0:
+        return []
+    return [
+        f"--num-epoch {run.num_epoch}: {left} of {counted(given, 'row')} are left over, as a rollout takes "
+        f"--rollout-batch-size {size}"
+    ]
 
 
 def _check_functions(settings: Settings, problems: Problems) -> None:
