@@ -26,6 +26,7 @@ from slime_convert.errors import ShapeMismatchError
 from slime_convert.published import PUBLISHED
 from slime_convert.shape import SHAPE_FLAGS, ModelShape, check_flags
 from slime_core import ops
+from slime_core.config import GROUP_RELATIVE
 from slime_core.hooks import HookArgs
 from slime_core.types import Sample
 from slime_launch.calls import Watch
@@ -162,10 +163,18 @@ def loss(algorithm):
         return ops.dpo_loss(new[::2].sum(1), new[1::2].sum(1), *reference, **given)[0].item()
     mask = (torch.arange(4) < torch.tensor([4, 1, 2, 4, 3, 2]).unsqueeze(1)).long()
     rewards, groups = [1.0, 0.0, 0.5, 1.0, 0.0, 0.25], [0, 0, 0, 1, 1, 1]
-    found, _ = ops.algorithm_loss(
-        algorithm, new, mask, rewards=rewards, group_ids=groups, old_log_probs=old, ref_log_probs=ref,
-        rollout_log_probs=old + 0.5 * (engine - old), teacher_log_probs=teacher, values=values, entropy=values.abs(),
-    )  # fmt: skip
+    relative = algorithm.advantage_estimator in GROUP_RELATIVE and not algorithm.disable_rewards_normalization
+    given = {
+        "group_ids": groups if relative else None,
+        "old_log_probs": None if algorithm.use_rollout_logprobs and not algorithm.advantages_need_log_probs else old,
+        "ref_log_probs": ref if algorithm.needs_reference else None,
+        "rollout_log_probs": (
+            old + 0.5 * (engine - old) if algorithm.needs_rollout_log_probs or algorithm.use_opsm else None
+        ),
+        "teacher_log_probs": teacher if algorithm.use_opd else None,
+        "values": values if algorithm.needs_critic or algorithm.custom_advantage_function_path else None,
+    }
+    found, _ = ops.algorithm_loss(algorithm, new, mask, rewards=rewards, entropy=values.abs(), **given)
     clipped = values + (new_values - values).clamp(-algorithm.value_clip, algorithm.value_clip)
     return found.item(), clipped.sum().item() if algorithm.needs_critic else 0
 

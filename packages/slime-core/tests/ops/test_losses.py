@@ -5,11 +5,12 @@ import math
 import pydoc
 import re
 
+import numpy as np
 import pytest
 import torch
 
 from slime_core import ops
-from slime_core.config import AlgorithmConfig
+from slime_core.config import GROUP_RELATIVE, AlgorithmConfig
 from slime_core.errors import ConfigError, DataError
 
 GROUPS = [0, 1, 0, 1, 1]
@@ -196,6 +197,19 @@ def test_dpo_on_summed_log_probs():
         ops.dpo_loss(chosen, rejected.unsqueeze(0))
 
 
+def accepted(config, name):
+    """Whether a loss of this configuration takes an argument."""
+    relative = config.advantage_estimator in GROUP_RELATIVE and not config.disable_rewards_normalization
+    return {
+        "group_ids": relative,
+        "old_log_probs": not config.use_rollout_logprobs,
+        "ref_log_probs": config.needs_reference,
+        "rollout_log_probs": config.needs_rollout_log_probs or config.use_opsm,
+        "teacher_log_probs": config.use_opd,
+        "values": config.needs_critic,
+    }.get(name, True)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -225,8 +239,11 @@ def test_every_setting_is_honoured(settings):
     rows = Rows(seed=1, spread=1.0)
     given = {**rows.given, "ref_log_probs": rows.ref, "rollout_log_probs": rows.ref, "teacher_log_probs": rows.ref,
              "values": rows.values, "entropy": rows.values.abs()}  # fmt: skip
-    plain, _ = ops.algorithm_loss(AlgorithmConfig(), rows.new, rows.mask, **given)
-    loss, _ = ops.algorithm_loss(AlgorithmConfig(**settings), rows.new, rows.mask, **given)
+    losses = []
+    for config in (AlgorithmConfig(), AlgorithmConfig(**settings)):
+        used = {name: value for name, value in given.items() if accepted(config, name)}
+        losses.append(ops.algorithm_loss(config, rows.new, rows.mask, **used)[0])
+    plain, loss = losses
     assert loss.isfinite()
     assert abs(loss.item() - plain.item()) > 1e-6
 
@@ -271,7 +288,8 @@ def test_a_reducer_of_the_users_sums_the_policy_loss(reducer, name, others):
     """One that divides by a constant is the divisor of Dr.GRPO; it leaves the KL loss and the entropy alone."""
     rows = Rows(seed=1, spread=1.0)
     others = {**others, "use_kl_loss": True, "kl_loss_coef": 0.1}
-    given = {**rows.given, "ref_log_probs": rows.ref, "rollout_log_probs": rows.ref, "entropy": rows.values.abs()}
+    given = {**rows.given, "ref_log_probs": rows.ref, "entropy": rows.values.abs()}
+    given |= {"rollout_log_probs": rows.ref} if "use_tis" in others else {}
     _, plain = ops.algorithm_loss(AlgorithmConfig(**others), rows.new, rows.mask, **given)
     _, divided = ops.algorithm_loss(AlgorithmConfig(**others, loss_divisor=7.0), rows.new, rows.mask, **given)
     loss, own = ops.algorithm_loss(AlgorithmConfig(**others, **reducer(name)), rows.new, rows.mask, **given)
@@ -336,6 +354,112 @@ def test_inputs_that_cannot_be():
         ops.algorithm_loss(AlgorithmConfig(use_kl_loss=True), rows.new, rows.mask, **rows.given)
 
 
+ALL = {"rewards": REWARDS, "group_ids": GROUPS, "old_log_probs": "rows", "ref_log_probs": "rows",
+       "rollout_log_probs": "rows", "teacher_log_probs": "rows", "values": "rows"}  # fmt: skip
+SETTINGS_OF_ALL = [
+    {},
+    {"use_kl_loss": True},
+    {"kl_coef": 0.1},
+    {"use_tis": True},
+    {"use_mis": True},
+    {"use_opsm": True},
+    {"use_rollout_logprobs": True},
+    {"use_opd": True},
+    {"disable_rewards_normalization": True},
+    {"advantage_estimator": "ppo"},
+    {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS_OF_ALL, ids=str)
+def test_an_argument_either_changes_the_result_or_is_refused(settings):
+    """Each argument is taken away and moved: one that changes nothing must not have been accepted."""
+    rows, config = Rows(seed=1, spread=1.0), AlgorithmConfig(**settings)
+    noise = torch.Generator().manual_seed(5)
+    every = {
+        name: rows.old + 0.5 * torch.randn(5, 4, generator=noise, dtype=torch.float64) if value == "rows" else value
+        for name, value in ALL.items()
+    }
+    moved = {"rewards": [0.0, 3.0, 1.0, 0.0, 1.0], "group_ids": [0, 0, 0, 1, 1]}
+    taken = {name: value for name, value in every.items() if accepted(config, name)}
+    loss, metrics = ops.algorithm_loss(config, rows.new, rows.mask, **taken)
+    for name, value in every.items():
+        other = moved[name] if name in moved else value + (3 if name == "rollout_log_probs" else -0.3 * value.abs())
+        if name not in taken:
+            with pytest.raises(ConfigError, match=f"^{name} has no effect") as refused:
+                ops.algorithm_loss(config, rows.new, rows.mask, **taken, **{name: other})
+            assert "--" not in str(refused.value)
+            continue
+        changed, numbers = ops.algorithm_loss(config, rows.new, rows.mask, **{**taken, name: other})
+        assert any(numbers[key] != metrics[key] for key in metrics) or changed != loss, name
+
+
+@pytest.mark.parametrize(
+    ("loss", "change", "message"),
+    [
+        ("grpo_loss", {"rollout_log_probs": 1}, "rollout_log_probs has no effect in this loss; algorithm_loss uses it "
+         "with use_tis, use_mis, use_opsm or one of 2 others"),
+        ("grpo_loss", {"teacher_log_probs": 1}, "algorithm_loss uses it with use_opd in its AlgorithmConfig: set that"),
+        ("gspo_loss", {"values": 1}, "algorithm_loss uses it with advantage_estimator ppo, custom_adv"),
+        ("grpo_loss", {"advantages": [1.0] * 5}, "rewards has no effect with advantages, which was given too"),
+        ("grpo_loss", {"advantages": [1.0] * 5, "rewards": None}, "group_ids has no effect with advantages"),
+        ("ppo_loss", {"values": 1}, "group_ids has no effect in this loss; algorithm_loss uses it with advantage_est"),
+        ("ppo_loss", {"value_coef": 0.5}, "value_coef 0.5 has no effect in ppo_loss without new_values; give new_va"),
+        ("ppo_loss", {"gamma": 0.9, "rewards": None}, "gamma 0.9 has no effect in ppo_loss without rewards"),
+        ("grpo_loss", {"kl_loss_coef": 0.1}, "kl_loss_coef 0.1 has no effect in grpo_loss without ref_log_probs"),
+    ],
+)  # fmt: skip
+def test_what_has_no_effect_is_refused_with_what_uses_it(loss, change, message):
+    rows = Rows()
+    change = {name: rows.values if value == 1 else value for name, value in change.items()}
+    with pytest.raises(ConfigError, match=message):
+        getattr(ops, loss)(rows.new, rows.mask, **{**rows.given, **change})
+
+
+def test_the_critics_rewards_and_values_may_stand_beside_the_policys_advantages():
+    rows = Rows()
+    given = {"old_log_probs": rows.old, "advantages": torch.ones(5)}
+    policy, _ = ops.ppo_loss(rows.new, rows.mask, **given)
+    critics = {"rewards": REWARDS, "values": rows.values, "new_values": rows.new_values}
+    both, metrics = ops.ppo_loss(rows.new, rows.mask, **given, **critics)
+    torch.testing.assert_close(both, policy + metrics["value_loss"])
+
+
+@pytest.mark.parametrize("form", [list, np.asarray, tuple], ids=["list", "array", "tuple"])
+def test_numbers_and_group_ids_of_any_kind(form):
+    rows = Rows()
+    old, numbers = {"old_log_probs": rows.old}, [0.5, -1.0, 2.0, 0.25, 1.0]
+    expected = ops.grpo_loss(rows.new, rows.mask, advantages=torch.tensor(numbers, dtype=torch.float64), **old)[0]
+    found = ops.grpo_loss(rows.new, rows.mask, advantages=form(numbers), **old)[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    expected = ops.grpo_loss(rows.new, rows.mask, **rows.given)[0]
+    for ids in (["b", "a", "b", "a", "a"], [torch.tensor(one) for one in GROUPS] if form is list else GROUPS):
+        found = ops.grpo_loss(rows.new, rows.mask, **{**rows.given, "rewards": form(REWARDS), "group_ids": form(ids)})
+        torch.testing.assert_close(found[0], expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rewards": [1.0, 0.0]}, r"rewards has the shape \[2\]; give one of each of the 5 sequences"),
+        ({"rewards": np.zeros((5, 1))}, r"rewards has the shape \[5, 1\]; give one"),
+        ({"group_ids": ["a", "b"]}, r"group_ids has the shape \[2\]; give one"),
+        ({"advantages": [1.0, 0.0], "rewards": None, "group_ids": None}, "advantages has 2 numbers for 5 sequences"),
+        ({"old_log_probs": [-1.0] * 5}, r"old_log_probs is a list of 5 tensors or numbers of the shapes \[\(\)\]"),
+    ],
+    ids=["rewards", "a column", "group_ids", "advantages", "old_log_probs"],
+)
+def test_errors_of_shapes_say_what_was_given(change, message):
+    rows = Rows()
+    with pytest.raises(DataError, match=message):
+        ops.grpo_loss(rows.new, rows.mask, **{**rows.given, **change})
+
+
+def test_lengths_beside_a_list_are_refused():
+    with pytest.raises(DataError, match="tensors in a list have theirs"):
+        ops.grpo_loss([torch.zeros(2)] * 2, rewards=[0.0, 1.0], group_ids=[0, 0], lengths=[2, 2])
+
+
 def test_without_old_log_probs_it_is_on_policy():
     rows = Rows()
     given = {"rewards": REWARDS, "group_ids": GROUPS}
@@ -373,6 +497,7 @@ def test_help_names_every_argument_with_its_shape_and_so_does_an_unknown_one(los
     for name in ops.losses.Batch.__annotations__:
         assert re.search(rf"^ +{name}: .+", shown, re.MULTILINE), name
     assert all(shape in shown for shape in ("[B, L]", "[B]", "[T]"))
+    assert all(part in shown for part in ("Returns:", "Raises:", "ConfigError:", "DataError:", "metrics"))
     with pytest.raises(TypeError, match="unknown arguments beta; known: rewards") as refused:
         loss(torch.zeros(1, 1), beta=0.1)
     known = str(refused.value).partition("known: ")[2].split(", ")

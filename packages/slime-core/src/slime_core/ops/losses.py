@@ -12,10 +12,11 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypedDict, Unpack
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,31 +27,50 @@ from slime_core.ops.objective import policy_objective, reducer_weights, value_ob
 from slime_core.ops.off_policy import mis_weight_sums
 from slime_core.ops.preference import dpo_of_log_ratios, preference_objective
 from slime_core.ops.tokens import Lengths, scaled, sequence_lengths, sequence_sum, widen
+from slime_core.ops.used import check_settings, check_used
 from slime_core.rewards import estimator_rewards
 from slime_core.user_functions import load_function
 
 Tokens: TypeAlias = Tensor | Sequence[Tensor]
 """A number per token: [B, L], B tensors, or [T] with ``lengths``."""
 
+Ids: TypeAlias = Sequence[Hashable] | Tensor
+"""What stands for each sequence's prompt: integers, or anything else that can be compared, such as texts."""
+
 _Arguments = ParamSpec("_Arguments")
 _HELP = """\
-    Of a batch of B sequences, by keyword; numbers per token are all [B, L], all lists of B tensors, or all [T]:
+    Of a batch (``Batch``) of B sequences, by keyword; numbers per token (``Tokens``) are all [B, L] with padding where
+    the mask is 0, all lists of B tensors, or all [T] in one row. An argument without effect is refused:
 
         log_probs: Log-probs (nats) of the sampled tokens under the policy being trained, per token.
         mask: 1 where a token is trained on, else 0, per token; ``None`` if all count.
-        rewards: One number per sequence [B]; with ``group_ids``, unless ``advantages`` are given.
-        group_ids: The prompt that each sequence answers [B]. Groups must be here whole; they may differ in size.
-        advantages: In place of rewards: one per sequence [B], or one per token.
+        rewards: One number per sequence [B], unless ``advantages`` are given.
+        group_ids: The prompt that each sequence answers [B], numbers or texts, with rewards; not for ppo and
+            reinforce_plus_plus. Groups must be here whole; they may differ in size.
+        advantages: In place of rewards and group ids: one per sequence [B], or one per token.
         old_log_probs: Log-probs from before the update, per token; unset means on-policy, those of ``log_probs``.
         ref_log_probs: Log-probs under the reference, per token, for the KL divergence.
-        rollout_log_probs: Log-probs that the engine gave, per token, for off-policy corrections.
-        teacher_log_probs: Log-probs under the teacher, per token, for on-policy distillation.
-        values: A critic's values from before its update, per token, for ppo.
-        entropy: Entropies (nats), per token, with gradient, for the entropy bonus.
-        estimator: A custom estimator in place of the configuration's.
+        rollout_log_probs: Log-probs that the engine gave, per token, for ``use_tis``, ``use_mis``, ``use_opsm`` and
+            ``use_rollout_logprobs`` of :func:`algorithm_loss`.
+        teacher_log_probs: Log-probs under the teacher, per token, for ``use_opd`` of :func:`algorithm_loss`.
+        values: A critic's values from before its update, per token, for ppo and custom estimators.
+        entropy: Entropies (nats), per token: the metric ``entropy_loss``, and with gradient the bonus of
+            ``entropy_coef`` of :func:`algorithm_loss`.
+        estimator: A custom estimator in place of the configuration's; with rewards.
         lengths: Tokens of each sequence [B], for numbers per token in one row [T].
         num_sequences: Sequences of the whole optimizer step, where this is one of its micro-batches.
-        num_tokens: Tokens of the whole step where the mask is 1, likewise. Then losses add up over micro-batches.
+        num_tokens: Tokens of the whole step where the mask is 1, likewise. Then losses add up over micro-batches. Each
+            loss uses the one that it is a mean over; both may always be given.
+"""
+_RESULT = """
+    Returns:
+        ``Loss``, a tuple of the scalar ``loss`` to call ``backward()`` on, and ``metrics``: detached scalars by name,
+        those of :func:`slime_core.ops.policy_objective`.
+
+    Raises:
+        ConfigError: An argument is missing, has no effect here, or a setting is outside its range.
+        DataError: The shapes do not match, a reward is not finite, or no group has two sequences.
+        TypeError: An argument is unknown.
 """
 
 
@@ -65,7 +85,7 @@ class Batch(TypedDict, total=False):
     """What the losses of a policy take by keyword, besides their own settings. Their help says what each is."""
 
     rewards: Sequence[float] | Tensor | None
-    group_ids: Sequence[int] | Tensor | None
+    group_ids: Ids | None
     advantages: Tokens | None
     old_log_probs: Tokens | None
     ref_log_probs: Tokens | None
@@ -88,13 +108,15 @@ def _described(function: Callable[_Arguments, Loss]) -> Callable[_Arguments, Los
     own = [name for name, one in parameters.items() if one.kind is not inspect.Parameter.VAR_KEYWORD]
     known = own if len(own) == len(parameters) else [*Batch.__annotations__, *own]
     if known is not own:
-        function.__doc__ = f"{(function.__doc__ or '').rstrip()}\n\n{_HELP}"
+        text = (function.__doc__ or "").rstrip()
+        function.__doc__ = f"{text}\n\n{_HELP}{'' if 'Returns:' in text else _RESULT}"
 
     @functools.wraps(function)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Loss:
         if unknown := [name for name in kwargs if name not in known]:
             raise TypeError(f"unknown arguments {', '.join(unknown)}; known: {', '.join(known)}")
         try:
+            check_settings(function.__name__, kwargs)
             return function(*args, **kwargs)
         except ConfigError as error:
             text = re.sub(r"--([a-z][a-z-]*)", lambda flag: flag[1].replace("-", "_"), str(error))
@@ -121,9 +143,10 @@ def algorithm_loss(
         The loss, and the metrics of :func:`slime_core.ops.policy_objective`.
 
     Raises:
-        ConfigError: The configuration needs an input that is missing.
+        ConfigError: The configuration needs an input that is missing, or does not use one that is given.
         DataError: The shapes do not match, a reward is not finite, or no group has two sequences.
     """
+    check_used(config, batch)
     rows = _Rows.of(log_probs, mask, batch)
     weights_T = rows.weights(config)
     mis_sums = None
@@ -268,12 +291,15 @@ def ppo_loss(
     config = _config(
         "ppo", batch, eps_clip, eps_clip_high, kl_loss_coef, gamma=gamma, lambd=lambd, calculate_per_token_loss=True
     )
-    loss, metrics = algorithm_loss(config, log_probs, mask, **batch)
     if new_values is None:
-        return Loss(loss, metrics)
+        return algorithm_loss(config, log_probs, mask, **batch)
     values = batch.get("values")
     if values is None or batch.get("rewards") is None:
         raise ConfigError("the critic's loss needs rewards, and values from before the update")
+    policy = batch.copy()
+    if batch.get("advantages") is not None:  # the policy's; rewards and values are the critic's alone
+        policy["rewards"] = policy["values"] = None
+    loss, metrics = algorithm_loss(config, log_probs, mask, **policy)
     rows = _Rows.of(log_probs, mask, batch)
     critic_loss, found = value_objective(
         values_T=rows.flat("new_values", new_values),
@@ -348,6 +374,15 @@ def _checked_config(estimator: str, with_reference: bool, **settings: Any) -> Al
     return AlgorithmConfig(advantage_estimator=estimator, use_kl_loss=with_reference, **settings)
 
 
+def _numbered(group_ids: Ids) -> Tensor:
+    """Integers that are equal where the ids are [B]."""
+    if isinstance(group_ids, Tensor):
+        return group_ids
+    numbers: dict[object, int] = {}
+    plain = [one.item() if isinstance(one, Tensor | np.generic) else one for one in group_ids]
+    return torch.tensor([numbers.setdefault(one, len(numbers)) for one in plain])
+
+
 @dataclass(frozen=True)
 class _Rows:
     """The batch as one row of T tokens, whatever shape it came in."""
@@ -364,6 +399,10 @@ class _Rows:
         lengths = batch.get("lengths")
         sizes: Lengths
         if not isinstance(log_probs, Tensor):
+            if lengths is not None:
+                raise DataError(
+                    "lengths are for numbers per token in one row; tensors in a list have theirs: leave it out"
+                )
             log_probs_T, sizes = torch.cat(list(log_probs)), [len(row) for row in log_probs]
             size, shape = len(log_probs), None
         elif log_probs.dim() == 2 and lengths is None:
@@ -388,10 +427,18 @@ class _Rows:
 
     def flat(self, name: str, values: Tokens) -> Tensor:
         """Numbers per token as [T]."""
+        if isinstance(values, np.ndarray):
+            values = torch.as_tensor(values, device=self.log_probs_T.device)
         if isinstance(values, Tensor):
             flat_T, fits, given = values.reshape(-1), values.shape == self.shape, list(values.shape)
         else:
             rows = [torch.as_tensor(row, device=self.log_probs_T.device) for row in values]
+            if any(row.dim() != 1 for row in rows):
+                raise DataError(
+                    f"{name} is a list of {len(rows)} tensors or numbers of the shapes "
+                    f"{sorted({tuple(row.shape) for row in rows})}; give one row of tokens for each of the "
+                    f"{self.size} sequences"
+                )
             flat_T, given = torch.cat(rows), [len(row) for row in rows]
             fits = self.shape is None and given == self.lengths
         if not fits:
@@ -419,8 +466,14 @@ class _Rows:
                 "advantages were given, which --kl-coef, --use-opd, --normalize-advantages and estimators would "
                 "change; give rewards instead, or leave these out"
             )
+        if not isinstance(given, Tensor) and all(np.ndim(one) == 0 for one in given):
+            given = torch.as_tensor(given, dtype=self.mask_T.dtype, device=self.log_probs_T.device)
         if isinstance(given, Tensor) and given.shape == (self.size,):
             return given
+        if isinstance(given, Tensor) and given.dim() == 1 and self.shape != given.shape:
+            raise DataError(
+                f"advantages has {len(given)} numbers for {self.size} sequences; give one each, or per token"
+            )
         return self.flat("advantages", given)
 
     def rewards(self, config: AlgorithmConfig) -> Tensor:
@@ -429,7 +482,11 @@ class _Rows:
         grouped = name in GROUP_RELATIVE and not config.disable_rewards_normalization
         if rewards is None or (group_ids is None and grouped):
             raise ConfigError(f"{name} needs advantages, or rewards{' and group_ids' if grouped else ''}")
-        ids = torch.arange(self.size) if group_ids is None else torch.as_tensor(group_ids)
+        for given, values in (("rewards", rewards), ("group_ids", group_ids)):
+            shape = [self.size] if values is None else [len(values), *np.shape(values)[1:]]
+            if shape != [self.size]:
+                raise DataError(f"{given} has the shape {shape}; give one of each of the {self.size} sequences")
+        ids = torch.arange(self.size) if group_ids is None else _numbered(group_ids)
         if grouped and self.size and len(torch.unique(ids)) == len(ids):
             raise DataError(
                 "every group has one sequence, so that every advantage would be 0; sequences that answer the same "
