@@ -23,6 +23,7 @@ from slime_launch.validate import (
     check_whole_engines,
     engine_dtype,
     global_batch_size,
+    hand_over_notes,
     limit_threads,
     micro_batch_notes,
     notices,
@@ -419,6 +420,21 @@ def test_a_default_micro_batch_that_a_cpu_goes_through_many_of_is_said_with_thei
         [line] = found
         assert re.search(message, line)
     assert micro_batch_notes(settings(**more), on_cpu=False) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "flags"),
+    [
+        ({}, "--no-offload-train and --no-offload-rollout"),
+        ({"no_offload_train": None}, "--no-offload-rollout"),
+        ({"no_offload_train": None, "no_offload_rollout": None}, None),
+        ({"debug_rollout_only": None}, None),
+    ],
+)
+def test_a_hand_over_on_a_cpu_is_said_with_the_flags_that_switch_it_off(more, flags):
+    found = hand_over_notes(settings(**more), on_cpu=True)
+    assert [line.partition("time: ")[2] for line in found] == ([f"{flags} if memory suffices"] if flags else [])
+    assert hand_over_notes(settings(**more), on_cpu=False) == []
 
 
 def test_a_plan_for_a_cpu_says_it_too(workspace, flags, to_words, capsys):

@@ -52,6 +52,7 @@ from slime_launch.trainers import TrainerGroup, TrainerSpec
 from slime_launch.validate import (
     canary_limit,
     engine_dtype,
+    hand_over_notes,
     is_quantized,
     limit_threads,
     micro_batch_notes,
@@ -139,7 +140,8 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch,
         console.line(f"continuing the run in {where} after step {state.iteration}")
     if state.evaluated is not None:
         console.line(f"evaluating {state.evaluated}")
-    slow = micro_batch_notes(settings, on_cpu=run_device() == "cpu")
+    on_cpu = run_device() == "cpu"
+    slow = micro_batch_notes(settings, on_cpu=on_cpu) + hand_over_notes(settings, on_cpu=on_cpu)
     for notice in (*notices(settings), *slow, *start_lines(checked), *cluster_notices(os.environ.get("RAY_ADDRESS"))):
         console.line(notice)
     if settings.megatron.save is None and settings.trains and not settings.only_evaluates:

@@ -266,6 +266,20 @@ def micro_batch_notes(settings: Settings, *, on_cpu: bool) -> list[str]:
     ]
 
 
+def hand_over_notes(settings: Settings, *, on_cpu: bool) -> list[str]:
+    """Memory that changes hands in every step on a CPU, where it costs time and is of use only if memory is short."""
+    cluster = settings.cluster
+    if not on_cpu or not cluster.colocate or not settings.generates or not settings.trains:
+        return []
+    kept = {"train": settings.trainer_sleeps, "rollout": settings.engines_sleep}
+    flags = " and ".join(f"--no-offload-{half}" for half, sleeps in kept.items() if sleeps)
+    if not flags:
+        return []
+    return [
+        f"--colocate on a CPU hands memory over in every step, up to a third of its time: {flags} if memory suffices"
+    ]
+
+
 def _notices_of_rates(settings: Settings) -> Iterator[str]:
     """Courses of learning rates that are longer than the run; the critic's where it has one of its own."""
     if settings.only_evaluates or not settings.trains:

@@ -31,7 +31,7 @@ from slime_launch.plan.unchecked import unchecked
 from slime_launch.preflight import Found, importing_hooks, look
 from slime_launch.resume import beginning
 from slime_launch.room import room_notes
-from slime_launch.validate import check_settings, micro_batch_notes, notices, row_limit
+from slime_launch.validate import check_settings, hand_over_notes, micro_batch_notes, notices, row_limit
 from slime_megatron.checkpoint import teacher_source
 from slime_megatron.config import flag_name
 from slime_megatron.fits import check_fits
@@ -167,6 +167,7 @@ def make_plan(
             *(beginning(settings, *found.run) if found.run is not None else ()),
             *notices(settings),
             *(problems.attempt(micro_batch_notes, settings, on_cpu=device.is_cpu) or ()),
+            *(problems.attempt(hand_over_notes, settings, on_cpu=device.is_cpu) or ()),
             *(line for line in found.said if line not in left_out),
             *parts.notices,
             *((() if elsewhere else problems.attempt(room_notes, settings)) or ()),
