@@ -206,7 +206,8 @@ class TrainReport:
 
     Attributes:
         steps: Metrics of each optimizer step, equal on all ranks: ``loss``, ``grad_norm``, ``lr`` …; ``kl`` is of its
-            samples before the first step.
+            samples before the first step. Where no token of a step counts, such as with equal rewards in every group,
+            there is no ``loss``; ask with ``get``.
         seconds: Wall time per phase on this rank.
         tokens: Tokens computed per phase on this rank, without padding; a shared prompt counts once.
         performance: Tokens per second, operations per second and memory over all ranks, by metric name.
