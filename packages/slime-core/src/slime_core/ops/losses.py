@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from slime_core.config import GROUP_RELATIVE, AlgorithmConfig
@@ -425,7 +426,7 @@ class _Rows:
         old_T = self.maybe("old_log_probs")
         return self.log_probs_T.detach() if old_T is None else old_T
 
-    def flat(self, name: str, values: Tokens) -> Tensor:
+    def flat(self, name: str, values: Tokens | NDArray[Any]) -> Tensor:
         """Numbers per token as [T]."""
         if isinstance(values, np.ndarray):
             values = torch.as_tensor(values, device=self.log_probs_T.device)
@@ -483,7 +484,7 @@ class _Rows:
         if rewards is None or (group_ids is None and grouped):
             raise ConfigError(f"{name} needs advantages, or rewards{' and group_ids' if grouped else ''}")
         for given, values in (("rewards", rewards), ("group_ids", group_ids)):
-            shape = [self.size] if values is None else [len(values), *np.shape(values)[1:]]
+            shape = [self.size] if values is None else list(getattr(values, "shape", [len(values)]))
             if shape != [self.size]:
                 raise DataError(f"{given} has the shape {shape}; give one of each of the {self.size} sequences")
         ids = torch.arange(self.size) if group_ids is None else _numbered(group_ids)
