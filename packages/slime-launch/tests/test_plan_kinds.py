@@ -151,3 +151,24 @@ def test_the_two_samples_of_a_pair_are_in_one_micro_batch(planned, workspace):
     assert planned(*words)[1]["batch"]["tokens_per_micro_batch"] == 2 * 2048
     dynamic = ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "1024"]
     assert planned(*words, *dynamic)[1]["batch"]["tokens_per_micro_batch"] == 2 * 2048
+
+
+BAD_ROWS = {
+    "lacks an answer": ("dpo_loss", [{"prompt": "1 + 1 =", "chosen": " 2"}]),
+    "both answers are one": ("dpo_loss", [{"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 2"}]),
+    "pairs of a reward model": ("rm_loss", [{"prompt": "1 + 1 =", "chosen": " 2"}]),
+    "a later row": ("dpo_loss", [ROWS["dpo_loss"], {"prompt": "1 + 1 = ? ? ? ?", "chosen": " 2"}]),
+    "no conversation": ("sft_loss", [{"messages": []}]),
+    "no rows": ("sft_loss", []),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_a_bad_row_brings_no_problem_of_memory(planned, workspace, name):
+    """Nothing is said of how long rows are at most where they cannot be read."""
+    loss, rows = BAD_ROWS[name]
+    (workspace / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, plan, problems = planned("--loss-type", loss)
+    assert (code, len(problems)) == (2, 1)
+    assert "memory" not in problems[0] and "GiB" not in problems[0]
+    assert plan["sizes"] is None and plan["trainer"] is None

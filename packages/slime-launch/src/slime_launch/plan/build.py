@@ -131,9 +131,10 @@ def make_plan(
             limit = row_limit(settings, found.shape.max_position_embeddings)
             spec = DataSpec(rollout=settings.rollout, rows=settings.rows, max_length=limit)
             row = problems.attempt(first_row, spec)
+    rows_known = settings.rows is None or row is not None or not problems.lines or bool(found.not_here)
     layout = plan_layout(settings.placed, cuda=not device.is_cpu, trains=settings.trains)
     tokens = 0 if prompt is None else max(prompt.tokens, found.measured.longest)
-    work = _Work(device, gpus_per_node, tokens, None if row is None else row.longest)
+    work = _Work(device, gpus_per_node, tokens, None if row is None else row.longest, rows_known)
     nodes, parts = work.estimate(settings, found, problems)
     known = _prompts_are_known(settings, found)
     cost = None if problems.lines or settings.unread else work.cost(settings, parts)
@@ -180,19 +181,23 @@ def make_plan(
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """Works out what a command needs, and others like it, with prompts of so many tokens, or rows, if known."""
+    """Works out what a command needs, and others like it, with prompts of so many tokens, or rows, if known.
+
+    Where a problem keeps rows from being known, there are no sizes: rows as long as the context may not fit.
+    """
 
     device: Device
     gpus_per_node: int
     prompt_tokens: int
     longest_row: int | None
+    rows_known: bool
 
     def estimate(self, settings: Settings, found: Found, problems: Problems) -> tuple[list[Node], Estimate]:
         """Where its ranks and engines are, and their memory and times."""
         groups = engine_groups(settings, found.engines)
         nodes = place(settings, self.device, self.gpus_per_node, groups)
         problems.attempt(check_nodes, settings, nodes, self.device)
-        lengths = (self.prompt_tokens, self.longest_row)
+        lengths = (self.prompt_tokens, self.longest_row, self.rows_known)
         return nodes, Estimate(settings, found, self.device, problems, *lengths, nodes, groups)
 
     def cost(self, settings: Settings, parts: Estimate) -> Cost | None:

@@ -30,6 +30,7 @@ class Estimate:
         problems: Problems,
         prompt_tokens: int,
         longest_row: int | None,
+        rows_known: bool,
         nodes: list[Node],
         groups: list[EngineGroup],
     ) -> None:
@@ -45,7 +46,8 @@ class Estimate:
         if shape is None:
             return
         length = settings.rollout.data.rollout_max_prompt_len or prompt_tokens
-        self.sizes = problems.attempt(sizes_of, settings, length, shape.max_position_embeddings, longest_row)
+        if rows_known:
+            self.sizes = problems.attempt(sizes_of, settings, length, shape.max_position_embeddings, longest_row)
         self._add_engines(settings, shape, groups, device, problems)
         if self.engines and settings.trains:
             count = sum(group.count for group in groups if group.trained)

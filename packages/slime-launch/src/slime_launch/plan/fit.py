@@ -55,7 +55,7 @@ def _advice(settings: Settings, shape: ModelShape, device: Device, sizes: Sizes,
         except ConfigError:
             continue
         if found.total <= device.memory:
-            given = " ".join(_typed(name, value) for name, value in change.items())
+            given = " ".join(_typed(name, value) for name, value in change.items() if value is not False)
             return f"{given} needs {gib(found.total)}"
     ranks = settings.cluster.actor_gpus
     can_offload = not device.is_cpu and not settings.megatron.offload_fraction
@@ -87,9 +87,7 @@ def _changes(settings: Settings, shape: ModelShape) -> Iterator[dict[str, Any]]:
 
 
 def _typed(name: str, value: Any) -> str:
-    if value is True:
-        return flag_name(name)
-    return "" if value is False else f"{flag_name(name)} {value}"
+    return flag_name(name) if value is True else f"{flag_name(name)} {value}"
 
 
 def check_engine(device: Device, memory: EngineMemory, sizes: Sizes) -> None:
