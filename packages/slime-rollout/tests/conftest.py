@@ -97,7 +97,7 @@ def tiny_model(tokenizer_dir, tmp_path_factory):
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        max_position_embeddings=1024,
+        max_position_embeddings=8192,
         eos_token_id=0,
         tie_word_embeddings=False,
         dtype="float32",

@@ -28,7 +28,8 @@ def test_a_loop_thread_gives_what_the_work_returns_or_raises(thread):
         thread.run(main(KeyError("x")))
 
 
-def test_work_has_ended_when_the_wait_for_it_was_interrupted(thread, monkeypatch):
+@pytest.mark.parametrize("place", ["as the wait begins", "in the wait"])
+def test_work_has_ended_when_the_wait_for_it_was_interrupted(thread, monkeypatch, place):
     """By ctrl-c in a thread that waits; what is undone then must be undone before anything else is called."""
     steps, plain = [], asyncio.run_coroutine_threadsafe
 
@@ -40,21 +41,40 @@ def test_work_has_ended_when_the_wait_for_it_was_interrupted(thread, monkeypatch
             await asyncio.sleep(0.05)
             steps.append("undone")
 
+    def interrupt():
+        while not steps:
+            time.sleep(0.001)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
     def interrupted(work, loop):
         future = plain(work, loop)
-
-        def result():
-            while not steps:
-                time.sleep(0.001)
-            raise KeyboardInterrupt
-
-        future.result = result
+        if place == "as the wait begins":
+            interrupt()
+        future.result = interrupt
         return future
 
     monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
     with pytest.raises(KeyboardInterrupt):
         thread.run(main())
     assert steps == ["begun", "undone"]
+
+
+def test_what_an_interrupt_kept_from_beginning_never_begins(thread, monkeypatch):
+    steps = []
+
+    async def main():
+        steps.append("begun")
+
+    def interrupted(work, loop):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        thread.run(main())
+    thread.run(asyncio.sleep(0))
+    assert steps == []
 
 
 def test_another_thread_ends_a_wait_and_the_work_has_ended_then(thread):

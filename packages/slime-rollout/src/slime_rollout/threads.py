@@ -102,14 +102,15 @@ class LoopThread:
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run something there and wait for it. If the wait is interrupted, the work is cancelled, and has ended."""
-        with self._lock:
-            future = self.submit(work)
-            self._awaited = future
+        future: Future[Result] | None = None
         try:
+            with self._lock:
+                future = self._awaited = self.submit(work)
             return future.result()
         except BaseException:
-            if future.cancel():
-                self._wait_for_end(work)
+            # An interrupt can come before the future is known here, while its work runs there already.
+            if future is None or future.cancel():
+                self._wait_for_end(work, cancel=future is None)
             raise
 
     def cancel(self) -> None:
@@ -119,10 +120,14 @@ class LoopThread:
         if awaited is not None:
             awaited.cancel()
 
-    def _wait_for_end(self, work: Coroutine[Any, Any, Any]) -> None:
+    def _wait_for_end(self, work: Coroutine[Any, Any, Any], *, cancel: bool) -> None:
         async def ended() -> None:
             if tasks := [task for task in asyncio.all_tasks() if task.get_coro() is work]:
+                for task in tasks if cancel else ():
+                    task.cancel()
                 await asyncio.wait(tasks)
+            else:
+                work.close()  # it never began
 
         concurrent.futures.wait([self.submit(ended())], timeout=_STOP_SECONDS)
 

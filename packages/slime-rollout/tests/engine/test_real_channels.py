@@ -249,7 +249,7 @@ def test_a_prefix_that_the_old_weights_cached_is_not_met_by_requests_after_an_up
             generate(url, [request(PROMPTS[0], 7, new_tokens)])
 
     # Two for each engine: when one request has ended, the other runs.
-    busy = [threading.Thread(target=keep_busy, args=(url, length)) for url in urls for length in (450, 310)]
+    busy = [threading.Thread(target=keep_busy, args=(url, length)) for url in urls for length in (4500, 3100)]
     channel = parts.open("tensor", update_weight_pause_mode="in_place")
     parts.train()
     for thread in busy:
@@ -272,6 +272,8 @@ def test_a_prefix_that_the_old_weights_cached_is_not_met_by_requests_after_an_up
 
     met, apart = [off(asyncio.run(sample(asked))) for asked in (lambda: stale, namespace)]
     over.set()
+    for url in urls:
+        call("POST", f"{url}/abort_request", {"abort_all": True})
     for thread in busy:
         thread.join(120)
     print(f"a request off the new weights by {met:.1e} with the old namespace, {apart:.1e} with a new one")
