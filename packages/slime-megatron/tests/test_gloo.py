@@ -33,7 +33,7 @@ if (child := os.fork()) == 0:  # no thread of the parent's is there
     os._exit(loops(1))
 in_child = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 print(json.dumps([loops({loops}), in_child, timeouts, tensor.tolist()]), flush=True)
-os._exit(0)  # at its ordinary end PyTorch's own groups, which nobody destroyed, can end a busy process by std::terminate
+os._exit(0)  # at its ordinary end PyTorch's own groups, undestroyed, can end a busy process by std::terminate
 """
 
 

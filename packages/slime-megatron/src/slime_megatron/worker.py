@@ -328,7 +328,11 @@ class MegatronWorker:
             )
 
     def push(self, update: WeightUpdate, channel: WeightChannel | None, senders: Sequence[int] = (0,)) -> SyncReport:
-        """Send the weights that ``update`` names: all ranks call it, ``senders`` send, each through its ``channel``."""
+        """Send the weights that ``update`` names: all ranks call it, ``senders`` send, each through its ``channel``.
+
+        It returns when every engine of the channels, such as `slime_rollout.weights.TensorWeightChannel`, has
+        confirmed the version; what they generate from then on is sampled with these weights.
+        """
         self._check_holds("push", Held.WEIGHTS)
         if self._memory.held is Held.EVERYTHING:
             self._turn_of(self._actor)
