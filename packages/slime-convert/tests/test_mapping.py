@@ -1,6 +1,7 @@
 """Notation: H hidden size, E channels per head, G groups, Q query heads per group."""
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
@@ -175,6 +176,20 @@ def test_names_and_shapes_are_those_of_transformers(origin):
         weight_map = WeightMap(replace(weight_map.shape, mtp_num_layers=0))
     theirs = {name: tuple(tensor.shape) for name, tensor in weights_of(origin).items()}
     assert {name: weight_map.hf_shape(name) for name in weight_map.hf_names()} == theirs
+
+
+def test_the_first_expert_of_a_layer_stands_for_all_of_them(origin):
+    """By number and by size, in Megatron and in Hugging Face files, prediction modules among them."""
+    shape = ModelShape.from_hf_config(origin)
+    every, counted = WeightMap(shape), WeightMap(shape, one_expert=True)
+
+    def numbers(weight_map):
+        return [(weight_map.count(name), prod(weight_map.megatron_shape(name))) for name in weight_map.megatron_names()]
+
+    assert {count for count, _ in numbers(every)} == {1}
+    assert sum(count for count, _ in numbers(counted)) == len(numbers(every))
+    assert sum(map(prod, numbers(counted))) == sum(map(prod, numbers(every)))
+    assert counted.hf_count() == every.hf_count() == len(list(every.hf_names()))
 
 
 def test_transformer_engine_names_of_norms(small):

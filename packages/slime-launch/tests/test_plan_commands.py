@@ -197,7 +197,7 @@ TOPOLOGY = [{"worker_type": "prefill", "num_gpus": 64, **EACH}, {"worker_type": 
 @pytest.fixture
 def files(model, workspace, monkeypatch):
     """Stand-ins of a script's paths by their names."""
-    monkeypatch.setattr("slime_megatron.core_check._ask_core", lambda config, shape: None)  # 2 s, and tested there
+    monkeypatch.setattr("slime_megatron.core_check._ask_core", lambda question: None)  # 2 s, and tested there
     talk = [{"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}]
     chat = {"messages": talk, "label": "2"}
     save_file({"model.norm.weight": torch.ones(8)}, workspace / "hf" / "model.safetensors")

@@ -43,6 +43,15 @@ def test_it_is_what_the_ranks_hold(ranks, tiny_model, tiny_config, case):
     assert held == pytest.approx(tuple(on_device), rel=0.02) and elsewhere == 0
 
 
+@pytest.mark.parametrize("layout", [EP2 | PP2 | DO, TP2_SP | {"bf16": True}], ids=["ep2, pp2", "tp2"])
+def test_experts_that_are_counted_take_what_experts_that_are_named_take(layout):
+    """They are named where a pattern may choose among them; this one matches nothing."""
+    shape = ModelShape.from_hf_config(PUBLISHED["qwen3-30B-A3B"].config)
+    counted = MegatronConfig(**layout)
+    named = dataclasses.replace(counted, freeze_params_name_list=("no such weight",))
+    assert stages_memory(shape, counted, 8) == stages_memory(shape, named, 8)
+
+
 @pytest.mark.parametrize("fraction", [1.0, 0.75])
 def test_an_offloaded_optimizer_is_in_host_memory(fraction):
     """With a gradient of what is there; on a CPU nothing is elsewhere."""

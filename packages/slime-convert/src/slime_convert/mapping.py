@@ -35,10 +35,10 @@ class _Weight:
         return name.replace("{m}", str(self.module))
 
 
-@functools.lru_cache(maxsize=4)
-def weight_map(shape: ModelShape, padded_vocab_size: int | None = None) -> WeightMap:
+@functools.lru_cache(maxsize=8)
+def weight_map(shape: ModelShape, padded_vocab_size: int | None = None, *, one_expert: bool = False) -> WeightMap:
     """A map that all who ask for it share: of hundreds of experts it takes a second to make."""
-    return WeightMap(shape, padded_vocab_size)
+    return WeightMap(shape, padded_vocab_size, one_expert=one_expert)
 
 
 class WeightMap:
@@ -52,17 +52,21 @@ class WeightMap:
 
     ``padded_vocab_size`` is the number of rows of the embedding and the output layer in Megatron; by default, and at
     least (:class:`WeightError`), that of the vocabulary.
+
+    With ``one_expert`` the first expert of each layer stands for all of them, for what only counts: see :meth:`count`.
     """
 
-    def __init__(self, shape: ModelShape, padded_vocab_size: int | None = None) -> None:
+    def __init__(self, shape: ModelShape, padded_vocab_size: int | None = None, *, one_expert: bool = False) -> None:
         self.shape = shape
+        self._stands_for = (shape.num_experts or 1) if one_expert else 1
         self.padded_vocab_size = shape.vocab_size if padded_vocab_size is None else padded_vocab_size
         if self.padded_vocab_size < shape.vocab_size:
             allowed = f"at least the vocabulary size {shape.vocab_size}"
             raise WeightError(f"padded_vocab_size {padded_vocab_size} must be {allowed}")
         self._sizes = _named_sizes(shape, self.padded_vocab_size)
         self._known_lengths: dict[str, tuple[int, ...]] = {}
-        self._weights = {weight.fill(weight.rule.megatron): weight for weight in _weights(shape)}
+        rows = _weights(shape, 1 if one_expert else None)
+        self._weights = {weight.fill(weight.rule.megatron): weight for weight in rows}
         self._by_name = self._weights | {
             weight.fill(weight.rule.engine_name): weight for weight in self._weights.values() if weight.rule.engine_name
         }
@@ -78,6 +82,14 @@ class WeightMap:
     def hf_names(self) -> Iterator[str]:
         """Every Hugging Face weight of the model but copies, in the model's order."""
         return iter(self._hf)
+
+    def count(self, name: str) -> int:
+        """The number of Megatron weights that a name stands for."""
+        return self._stands_for if "{e}" in self._find(name).rule.megatron else 1
+
+    def hf_count(self) -> int:
+        """The number of Hugging Face weights but copies."""
+        return sum(self._stands_for if "{e}" in self._part(hf).name else 1 for hf in self._hf)
 
     def module_names(self) -> list[str]:
         """Hugging Face weights of the prediction modules, without copies."""
@@ -385,17 +397,18 @@ def _named_sizes(shape: ModelShape, padded_vocab_size: int) -> Mapping[str, int]
     }
 
 
-def _weights(shape: ModelShape) -> Iterator[_Weight]:
+def _weights(shape: ModelShape, most_experts: int | None) -> Iterator[_Weight]:
     """The table's rows for each layer, in the model's order: rows of a layer stand together."""
-    family = FAMILIES[shape.family]
+    family, experts = FAMILIES[shape.family], shape.num_experts or 0
+    experts = experts if most_experts is None else min(experts, most_experts)
     rules = [rule for rule in family.layer if _has(shape, rule.when)]
     yield _Weight(EMBEDDING, 0)
     for layer in range(shape.num_layers):
-        yield from _layer_weights(shape, rules, layer)
+        yield from _layer_weights(shape, rules, experts, layer)
     for module in range(shape.mtp_num_layers):
         layer = shape.num_layers + module
         yield from (_Weight(rule, layer, module=module) for rule in family.mtp)
-        yield from _layer_weights(shape, [in_module(rule, family) for rule in rules], layer, module)
+        yield from _layer_weights(shape, [in_module(rule, family) for rule in rules], experts, layer, module)
     yield from (_Weight(rule, 0) for rule in OUTPUT if _has(shape, rule.when))
 
 
@@ -404,8 +417,10 @@ def _has(shape: ModelShape, when: str) -> bool:
     return not when or bool(getattr(shape, when.removeprefix("!"))) != when.startswith("!")
 
 
-def _layer_weights(shape: ModelShape, rules: Sequence[Rule], layer: int, module: int = 0) -> Iterator[_Weight]:
+def _layer_weights(
+    shape: ModelShape, rules: Sequence[Rule], experts: int, layer: int, module: int = 0
+) -> Iterator[_Weight]:
     for rule in rules:
         if not rule.layers or shape.has_layer(rule.layers, layer):
-            experts = shape.num_experts if "{e}" in rule.megatron else 1
-            yield from (_Weight(rule, layer, expert, module) for expert in range(experts or 0))
+            count = experts if "{e}" in rule.megatron else 1
+            yield from (_Weight(rule, layer, expert, module) for expert in range(count))

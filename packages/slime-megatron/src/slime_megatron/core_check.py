@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import subprocess
 import sys
@@ -21,9 +22,11 @@ import pickle, sys, warnings
 warnings.simplefilter("ignore")
 shape, config = pickle.load(sys.stdin.buffer)
 from slime_core.errors import ConfigError
-from slime_megatron.device import select_device
-device = select_device(1)
-from slime_megatron.core_configs import check_arguments
+from slime_core.importing import without_collections, without_packages
+with without_collections(), without_packages("wandb", "tensorboard"):
+    from slime_megatron.device import select_device
+    device = select_device(1)
+    from slime_megatron.core_configs import check_arguments
 try:
     check_arguments(shape, config, device)
 except ConfigError as error:
@@ -46,7 +49,7 @@ def check_megatron_args(config: MegatronConfig, shape: ModelShape, *, on_gpu: bo
     if found := list(problems(given, shape, config, slime_values(shape, config, on_gpu=on_gpu), said)):
         raise ConfigError("\n".join(found))
     if any(reaches_core(name, on_gpu=on_gpu) for name in given):
-        _ask_core(config, shape)
+        _ask_core(pickle.dumps((shape, config)))
 
 
 def argument_notices(config: MegatronConfig, shape: ModelShape, *, on_gpu: bool) -> list[str]:
@@ -56,11 +59,12 @@ def argument_notices(config: MegatronConfig, shape: ModelShape, *, on_gpu: bool)
     return notices(config.megatron_args, shape, (), values, said)
 
 
-def _ask_core(config: MegatronConfig, shape: ModelShape) -> None:
+@functools.lru_cache(maxsize=64)  # what it refuses is asked again: nothing is kept of a call that raises
+def _ask_core(question: bytes) -> None:
     try:
         result = subprocess.run(
             [sys.executable, "-P", "-c", _ASK],
-            input=pickle.dumps((shape, config)),
+            input=question,
             capture_output=True,
             timeout=_SECONDS,
             check=False,

@@ -11,6 +11,7 @@ from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError
 from slime_megatron.config import MegatronConfig
 from slime_megatron.fits import layer_stages
+from slime_megatron.trained import Selection
 
 
 @dataclass(frozen=True)
@@ -93,29 +94,31 @@ def stage_memory(
     """
     weights = gradients = optimizer = host = 0
     offloaded = config.offload_fraction if on_gpu else 0.0
-    for count, is_trained, copies in _numbers(shape, config, world_size, stage, value_head):
-        weights += count * (2 if config.bf16 else 4)  # the routers' few fp32 biases count like the others
+    for alike, count, is_trained, copies in _numbers(shape, config, world_size, stage, value_head):
+        weights += alike * count * (2 if config.bf16 else 4)  # the routers' few fp32 biases count like the others
         if is_trained and not only_evaluates:
-            gradients += 4 * count
+            gradients += 4 * alike * count
             kept = count * (12 if config.bf16 else 8)
             own = math.ceil(kept / copies) if config.use_distributed_optimizer else kept
-            optimizer += math.ceil((1 - offloaded) * own)
-            host += math.ceil(offloaded * own * 16 / 12)  # with a gradient; what is offloaded has bf16
+            optimizer += alike * math.ceil((1 - offloaded) * own)
+            host += alike * math.ceil(offloaded * own * 16 / 12)  # with a gradient; what is offloaded has bf16
     return RoleMemory(weights, gradients, optimizer, host)
 
 
 def _numbers(
     shape: ModelShape, config: MegatronConfig, world_size: int, stage: int, value_head: bool
-) -> Iterator[tuple[int, bool, int]]:
-    """Of each weight of a stage: the numbers that a rank holds, whether they train, and the ranks that hold them."""
-    tensor = config.tensor_model_parallel_size
-    weights = weight_map(shape, shape.padded_vocab_size(tensor))
+) -> Iterator[tuple[int, int, bool, int]]:
+    """Of the weights of a stage: how many are alike, the numbers of one that a rank holds, whether they train, and the
+    ranks that hold them.
+    """
+    tensor, lora = config.tensor_model_parallel_size, config.lora
+    by_name = lora is not None or config.selection != Selection()  # then one expert can be unlike another
+    weights = weight_map(shape, shape.padded_vocab_size(tensor), one_expert=not by_name)
     tied = not (shape.untie_embeddings_and_output_weights or value_head)
     stages = _stages(shape, config, tied=tied)
     dense_copies = world_size // (tensor * config.pipeline_model_parallel_size)
     expert_ranks = config.expert_tensor_size * config.expert_model_parallel_size
     expert_copies = world_size // (expert_ranks * config.pipeline_model_parallel_size)
-    lora = config.lora
     adapted = set(lora.weights(shape)) if lora is not None else set()
     for name in weights.megatron_names():
         if stage not in stages(name) or (value_head and name == "output_layer.weight"):
@@ -128,11 +131,11 @@ def _numbers(
         copies = expert_copies if is_expert else dense_copies
         is_copy = name.startswith("embedding.") and stage > 0 and not tied
         is_trained = lora is None and not is_copy and config.selection.is_trained(name)
-        yield round(held), is_trained, copies
+        yield weights.count(name), round(held), is_trained, copies
         if lora is not None and name in adapted:
-            yield lora.rank * sum(own), True, copies
+            yield 1, lora.rank * sum(own), True, copies
     if value_head and stage == config.pipeline_model_parallel_size - 1:
-        yield shape.hidden_size, True, dense_copies
+        yield 1, shape.hidden_size, True, dense_copies
 
 
 def _stages(shape: ModelShape, config: MegatronConfig, *, tied: bool) -> Callable[[str], set[int]]:

@@ -283,7 +283,7 @@ def with_delta(ways: Sequence[Transport], settings: Settings, shape: ModelShape)
         disk,
         name="disk, delta",
         # Only what changed is sent: all of it at most, and less the smaller the steps are.
-        sent=disk.sent + DELTA_ENTRY * len(list(weight_map(shape).hf_names())),
+        sent=disk.sent + DELTA_ENTRY * weight_map(shape, one_expert=True).hf_count(),
         # Read and applied to a whole copy on the engines' machine, too, which they load.
         seconds=disk.seconds + 2 * size / DISK,
         chosen=disk.chosen and settings.engine.update_weight_mode == "delta",

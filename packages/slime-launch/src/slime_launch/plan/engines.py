@@ -183,8 +183,8 @@ def _stored_weights(path: str, shape: ModelShape, width: int) -> int:
 @functools.cache
 def num_parameters(shape: ModelShape) -> int:
     """Numbers in all weights of the model, without padding of the vocabulary."""
-    weights = weight_map(shape)
-    return sum(math.prod(weights.megatron_shape(name)) for name in weights.megatron_names())
+    weights = weight_map(shape, one_expert=True)
+    return sum(weights.count(name) * math.prod(weights.megatron_shape(name)) for name in weights.megatron_names())
 
 
 def kv_numbers(shape: ModelShape, ranks: int) -> int:
