@@ -24,10 +24,14 @@ def replay(directory: Path, step: int, code: int) -> str:
 
 
 def test_a_rollout_of_a_run_that_was_killed_is_trained_on_again(story: Story) -> None:
-    """With a user-defined reward, turns and estimator. A sample that has changed is named."""
-    out = story.work / "out"
+    """With a user-defined reward, turns and estimator."""
     equal = "equal: trained again from checkpoint 2, steps 3 to 4 (rollout_id 2 to 3) are equal to the last bit"
-    assert replay(out, 4, 0).startswith(equal)
+    assert replay(story.work / "out", 4, 0).startswith(equal)
+
+
+@pytest.mark.full  # what is other is named in a test of slime-launch, too
+def test_a_sample_that_has_changed_since_is_named(story: Story) -> None:
+    out = story.work / "out"
     with changed_sample(RolloutStore(story.work / "save" / "rollouts"), 2):
         text = replay(out, 3, 1)
     assert text.startswith("not equal: trained again from checkpoint 2, in step 3 (rollout_id 2) sample")

@@ -1,4 +1,4 @@
-"""Attention over packed rows against a loop in float64, by products and by merged variable-length calls."""
+"""Attention over packed rows against all products in float64, by products and by merged variable-length calls."""
 
 import math
 
@@ -20,18 +20,15 @@ def seen(row, query):
 
 
 def reference(query, key, value, row, scale=None):
-    """Output of each query in float64."""
-    share = query.shape[1] // key.shape[1]
-    rows = []
+    """Output of each query in float64: all products, of which it sees those that :func:`seen` gives it."""
+    of_head = torch.arange(query.shape[1]) // (query.shape[1] // key.shape[1])
+    query, key, value = query.double(), key.double()[:, of_head], value.double()[:, of_head]
+    hidden = torch.ones(len(query), len(key), dtype=torch.bool)
     for place in range(len(query)):
-        keys = torch.from_numpy(seen(row, place))
-        heads = []
-        for head in range(query.shape[1]):
-            scores = key[keys, head // share].double() @ query[place, head].double()
-            probs = torch.softmax(scores * (scale or 1 / math.sqrt(query.shape[-1])), 0)
-            heads.append(probs @ value[keys, head // share].double())
-        rows.append(torch.stack(heads))
-    return torch.stack(rows)
+        hidden[place, torch.from_numpy(seen(row, place))] = False
+    scores = torch.einsum("qhc,khc->hqk", query, key) * (scale or 1 / math.sqrt(query.shape[-1]))
+    probs = torch.softmax(scores.masked_fill(hidden, -math.inf), -1)
+    return torch.einsum("hqk,khw->qhw", probs, value)
 
 
 def shared_prompts(groups, padding=0):
