@@ -82,12 +82,14 @@ def _difference(batch: RolloutBatch, trainer: ranks.Ranks) -> tuple[float, int]:
 
 @pytest.mark.real
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize("weights", ["all train", pytest.param("adapters", marks=pytest.mark.full)])
 def test_trainer_and_engine_agree_before_training_and_after_every_update(
-    qwen3: Assets, external_fleet: EngineFleet
+    qwen3: Assets, external_fleet: EngineFleet, weights: str
 ) -> None:
     config = _rollouts(qwen3)
     shape = ModelShape.from_hf_config(qwen3.hf)
-    with ranks.Ranks(1, _config(qwen3, share_prompts="on"), ALGORITHM, shape) as trainer:
+    of_lora = {"lora_rank": 8, "lora_alpha": 64.0} if weights == "adapters" else {}
+    with ranks.Ranks(1, _config(qwen3, share_prompts="on", **of_lora), ALGORITHM, shape) as trainer:
         manager = RolloutManager(config, router_url=external_fleet.router_url, run_seed=7)
         channel = TensorWeightChannel(external_fleet.engine_urls)
         for version in range(3):
