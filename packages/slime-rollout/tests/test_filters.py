@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from slime_core.errors import DataError
 from slime_core.hooks import HookArgs
 from slime_core.types import Drop, Keep, Sample
 from slime_rollout.errors import HookTimeoutError
@@ -119,3 +120,14 @@ def test_the_built_in_filter_counts_a_trajectory_once():
         "zero_std_0.5"
     )
     assert check_reward_nonzero_std(Args, [sample(0, 0, 0.0), sample(1, 1, 1.0)]) == Keep()
+
+    least = [sample(0, 0, 0.0), sample(1, 1, 1e-6)]  # as rounding may part equal ones
+    assert check_reward_nonzero_std(Args, least) == Drop("zero_std_0")
+
+
+def test_a_filter_that_fails_for_a_group_of_one_is_named_with_it(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text("def own(args, group): raise ValueError('no')\n")
+    keep = CustomFilter(f"{path}:own", HookArgs({}), time_limit=30.0)
+    with pytest.raises(DataError, match="own raised ValueError for group 3: no"):
+        keep(GROUPS[3])

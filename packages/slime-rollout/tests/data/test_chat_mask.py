@@ -290,6 +290,42 @@ def test_a_template_that_writes_no_message_as_it_stands(build_tokenizer):
         ChatEncoder(tokenizer).encode(chat)
 
 
+@pytest.mark.parametrize("place", [0, 3, 6, 9, 11, 12])
+def test_a_template_that_rewrites_what_does_not_begin_and_end_as_expected(build_tokenizer, place):
+    begin, end = "abcdefghijkl"[:place], "abcdefghijkl"[place:]
+    tokenizer = build_tokenizer(
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}"
+        f"{{% elif m.content.startswith('{begin}') and m.content.endswith('{end}') %}}{{{{ m.content }}}}"
+        "{% else %}something else{% endif %}<|im_end|>{% endfor %}"
+    )
+    chat = [{"role": "user", "content": begin + end}, {"role": "assistant", "content": "7"}]
+    assert runs(tokenizer, ChatEncoder(tokenizer).encode(chat)) == ["7<|im_end|>"]
+
+
+def test_turns_that_touch_in_a_template_that_writes_nothing_before_them(build_tokenizer):
+    tokenizer = build_tokenizer("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
+    chat = [{"role": "user", "content": ""}, *({"role": "assistant", "content": text} for text in "78")]
+    encoded = ChatEncoder(tokenizer).encode(chat)
+    assert tokenizer.decode(encoded.tokens) == "<|im_end|>7<|im_end|>8<|im_end|>"
+    assert encoded.loss_mask == [0, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("closed", "words"),
+    [
+        ("'open' not in m.content", "it is written otherwise once more"),
+        ("m.content != 'open'", "no special token ends it"),  # a mark in it would close it
+    ],
+)
+def test_a_turn_that_its_template_does_not_close_as_others_is_refused(build_tokenizer, closed, words):
+    tokenizer = build_tokenizer(
+        "{% for m in messages %}{{ m.content }}{{ '<|im_end|>' if " + closed + " }}{% endfor %}"
+    )
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "open"}]
+    with pytest.raises(DataError, match=f"in message 2 is: {words}"):
+        ChatEncoder(tokenizer).encode(chat)
+
+
 def test_a_call_that_shares_its_beginning_with_the_prompt(chat_tokenizers):
     tokenizer = chat_tokenizers["qwen3"]
     encoder = ChatEncoder(tokenizer, template_kwargs={"enable_thinking": False})

@@ -35,6 +35,7 @@ Render = Callable[[list[Message], bool], str]
 _Place = tuple[tuple[str | int, ...], int]
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_NOTHING_ENDS_IT = "no special token ends it, so a model could not learn to stop"
 _BOUNDARY = re.compile(r"[\s>\]:]")
 
 
@@ -205,6 +206,8 @@ class _TurnFinder:
             start, (end, closed) = self._start(number), self._end(number)
             if not (turns[-1].end if turns else 0) <= start <= end:
                 raise self._refusal(number, "the turns overlap")
+            if closed and start == end:  # what ends it is an earlier message's
+                raise self._refusal(number, _NOTHING_ENDS_IT)
             turns.append(_Turn(message=number, start=start, end=end, closed=closed))
         return turns
 
@@ -251,7 +254,7 @@ class _TurnFinder:
             end = here + len(until) - there
             following = self._special.match(self.text, end)
             if following is None and end < len(self.text):
-                raise self._refusal(number, "no special token ends it, so a model could not learn to stop")
+                raise self._refusal(number, _NOTHING_ENDS_IT)
             return (end, False) if following is None else (following.end(), True)
         raise self._refusal(number, "it is written otherwise once more messages follow")
 
