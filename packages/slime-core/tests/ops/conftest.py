@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
 
 FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER))  # for the helper modules next to the tests
@@ -69,3 +71,17 @@ def two_ranks(tmp_path_factory):
 def vocab_parallel_ranks(two_ranks):
     """What two ranks computed, each with half of the vocabulary: of each rank, by "logits" or "linear"."""
     return two_ranks("vocab_parallel_cases.py", "run_all")
+
+
+@pytest.fixture
+def peak_bytes():
+    """The most memory that torch held at a time while running something, above what it held before."""
+
+    def peak_bytes(run):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            run()
+        events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+        held = torch.tensor([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]).cumsum(0)
+        return int(held.max())
+
+    return peak_bytes

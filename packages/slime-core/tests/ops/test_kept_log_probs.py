@@ -72,6 +72,20 @@ def test_parts_change_nothing(monkeypatch):
         torch.testing.assert_close(parts[name], whole[name], rtol=2**-6, atol=2**-6)
 
 
+def test_kept_rows_are_gathered_a_part_at_a_time(peak_bytes):
+    """Forward and backward; the rows of hidden states and weight that are kept would take 32 MiB each."""
+    generator = torch.Generator().manual_seed(5)
+    hidden, weight = (torch.randn(rows, 1024, generator=generator).requires_grad_() for rows in (64, 128))
+    ids, counts = torch.arange(128).repeat(64), torch.full((64,), 128)
+
+    def run():
+        log_probs, _ = kept_log_probs_and_entropy(hidden, weight, torch.zeros(64, dtype=torch.long), ids, counts)
+        log_probs.sum().backward()
+
+    part = kept_log_probs._CHUNK_ELEMENTS["cpu"] * 4
+    assert part < peak_bytes(run) < 4 * part < 32 * 2**20
+
+
 @pytest.mark.parametrize("name", kept_cases.CASES)
 def test_split_by_vocabulary_equals_whole(vocab_parallel_ranks, name):
     expected = kept_cases.run(*kept_cases.inputs(name))

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.profiler import ProfilerActivity, profile
 
 from slime_core.errors import ConfigError, DataError
 from slime_core.ops import linear_log_probs_and_entropy, log_probs_and_entropy
@@ -116,18 +115,9 @@ def test_bf16_in_many_chunks_is_as_exact_as_in_one_piece():
         assert 0 < error <= 1.5 * plain_error + 1e-6
 
 
-def peak_bytes(run):
-    """The most memory that torch held at a time while running, above what it held before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = torch.tensor([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]).cumsum(0)
-    return int(held.max())
-
-
 @pytest.mark.parametrize("budget", [800_000, 3_000_000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_stays_within_its_budget(budget, dtype):
+def test_stays_within_its_budget(peak_bytes, budget, dtype):
     """Forward and backward, with the entropy's gradient; the logits would take 10 or 20 MB."""
     hidden, weight, targets, _ = random_inputs(256, 32, 20_000, dtype=dtype)
     inputs = [hidden.requires_grad_(), weight.requires_grad_()]

@@ -107,6 +107,19 @@ def test_only_the_logits_themselves_are_kept_for_backward():
     assert {tensor.data_ptr() for tensor in large} == {logits.data_ptr()}
 
 
+def test_fp32_copies_are_of_a_chunk_at_a_time(peak_bytes):
+    """Forward, and backward over the logits: nothing of the whole, which would take 32 MiB in fp32."""
+    generator = torch.Generator().manual_seed(5)
+    states = torch.randn(1024, 8192, generator=generator).bfloat16().requires_grad_()
+    logits, targets = states * 1.0, torch.zeros(1024, dtype=torch.long)
+
+    def run():
+        log_probs, entropy = log_probs_and_entropy(logits, targets, with_entropy=True, overwrite_logits=True)
+        torch.autograd.grad(log_probs.sum() + entropy.sum(), logits)
+
+    assert peak_bytes(run) < 8 * 2**20
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
 def test_token_ids_of_any_integer_type(dtype):
     logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
