@@ -32,7 +32,7 @@ SMALL = {
     "num_key_value_heads": 2,
     "moe_intermediate_size": 96,
     "first_k_dense_replace": 1,
-    "n_routed_experts": 8,
+    "n_routed_experts": 16,  # two in each of the groups
     "num_experts_per_tok": 2,
     "topk_group": 1,
     "q_lora_rank": 130,

@@ -115,7 +115,7 @@ def test_old_and_new_places_of_the_rotary_settings_agree():
 )
 def test_what_is_left_out_is_the_familys(family, channels):
     shape = ModelShape.from_hf_config(
-        {**DEEPSEEK, **QWEN3_MOE, "n_group": 1, "model_type": family, "rope_scaling": None}
+        {**DEEPSEEK, **QWEN3_MOE, "n_group": 1, "topk_group": 1, "model_type": family, "rope_scaling": None}
     )
     assert shape.kv_channels == channels
 
@@ -373,6 +373,24 @@ DEEPSEEK = {
         "original_max_position_embeddings": 4096,
     },
 }
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"n_routed_experts": 17}, ["num_experts 17", "multiple of moe_router_num_groups 4"]),
+        ({"topk_group": 5, "num_experts_per_tok": 10}, ["moe_router_group_topk 5", "at most moe_router_num_groups 4"]),
+        ({"n_routed_experts": 4}, ["moe_router_topk 4", "at most the 2 experts of the moe_router_group_topk 2 groups"]),
+    ],
+)
+def test_groups_of_experts_that_nothing_can_be_chosen_from_as_said_are_refused(change, words):
+    with pytest.raises(HfConfigError) as caught:
+        ModelShape.from_hf_config({**DEEPSEEK, **change})
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_every_expert_of_the_chosen_groups_may_be_chosen():
+    assert ModelShape.from_hf_config({**DEEPSEEK, "n_routed_experts": 8}).moe_router_topk == 4
 
 
 def test_latent_attention_router_and_prediction_modules():

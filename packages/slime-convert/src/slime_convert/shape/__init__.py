@@ -29,7 +29,7 @@ class ModelShape:
 
     Raises:
         UnsupportedModelError: Unknown family.
-        HfConfigError: A size is not positive, or the query heads do not divide over the groups.
+        HfConfigError: A size is not positive, or the query heads or experts do not divide over their groups.
     """
 
     family: str
@@ -158,6 +158,25 @@ class ModelShape:
         experts, topk = self.num_experts, self.moe_router_topk
         if experts and topk and topk > experts:
             raise HfConfigError(f"moe_router_topk {topk} must be at most num_experts {experts}; {_ADVICE}")
+        self._check_groups_of_experts()
+
+    def _check_groups_of_experts(self) -> None:
+        """Megatron asserts it only when it builds a model, and transformers mixes up the experts of several tokens."""
+        experts, topk = self.num_experts or 0, self.moe_router_topk or 0
+        groups, chosen = self.moe_router_num_groups or 1, self.moe_router_group_topk or 1
+        if experts % groups:
+            raise HfConfigError(
+                f"num_experts {experts} must be a multiple of moe_router_num_groups {groups}; {_ADVICE}"
+            )
+        if chosen > groups:
+            raise HfConfigError(
+                f"moe_router_group_topk {chosen} must be at most moe_router_num_groups {groups}; {_ADVICE}"
+            )
+        if topk > chosen * (experts // groups):
+            raise HfConfigError(
+                f"moe_router_topk {topk} must be at most the {chosen * (experts // groups)} experts of the "
+                f"moe_router_group_topk {chosen} groups chosen; {_ADVICE}"
+            )
 
     @classmethod
     def from_hf_config(cls, source: str | Path | Mapping[str, Any]) -> ModelShape:
