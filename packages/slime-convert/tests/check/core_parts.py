@@ -8,6 +8,7 @@ import sys
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.ssm import gated_delta_net as gdn
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import multi_latent_attention
@@ -20,6 +21,7 @@ from slime_convert.check import megatron
 
 STOCK_LLAMA3 = (1.0, 4.0, 8192)
 stock_build, stock_spec = megatron.build, megatron.layer_spec
+stock_module_spec = gpt_layer_specs.get_gpt_mtp_block_spec
 
 
 def build(shape, padded_vocab_size):
@@ -40,8 +42,11 @@ def change_spec(spec, shape):
             layer.submodules.self_attention.submodules.core_attention = part
         if sparse:
             dsa.rotate_activation = hadamard
+    gpt_layer_specs.get_gpt_mtp_block_spec = stock_module_spec
     if shape.linear_attention_freq:
         gdn.HAVE_FLA, gdn.l2norm = True, l2_norm
+        full = spec.layer_specs[-1]  # a module's attention, whatever the last layer's is
+        gpt_layer_specs.get_gpt_mtp_block_spec = lambda config, _, **named: stock_module_spec(config, full, **named)
         for number, is_linear in enumerate(shape.linear_attention_freq):
             if is_linear:
                 spec.layer_specs[number] = linear_attention_layer(spec.layer_specs[number])

@@ -86,7 +86,8 @@ def one_layer(tiny):
     config.num_hidden_layers = 1
     for key in ("layer_types", "mlp_layer_types", "indexer_types"):
         if kinds := getattr(config, key, None):
-            setattr(config, key, ["full_attention" if "full_attention" in kinds else kinds[-1]])
+            is_full = key == "layer_types" and {"full_attention", "linear_attention"} & set(kinds)
+            setattr(config, key, ["full_attention" if is_full else kinds[-1]])
     if shape.has_layer("experts", shape.num_layers) and hasattr(config, "first_k_dense_replace"):
         config.first_k_dense_replace = 0
     return config

@@ -129,8 +129,7 @@ def build(shape: ModelShape, padded_vocab_size: int) -> Any:
 
     config = _transformer_config(shape)
     spec = layer_spec(config)
-    *_, inner = (layer for number, layer in enumerate(spec.layer_specs) if shape.has_layer("full", number))
-    has_modules = shape.mtp_num_layers > 0
+    modules = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if shape.mtp_num_layers else None
     return GPTModel(
         config,
         spec,
@@ -142,7 +141,7 @@ def build(shape: ModelShape, padded_vocab_size: int) -> Any:
         rope_scaling=shape.use_rope_scaling,
         rope_scaling_factor=shape.rope_scaling_factor,
         seq_len_interpolation_factor=shape.rotary_seq_len_interpolation_factor,
-        mtp_block_spec=get_gpt_mtp_block_spec(config, inner, use_transformer_engine=False) if has_modules else None,
+        mtp_block_spec=modules,
         share_embeddings_and_output_weights=not shape.untie_embeddings_and_output_weights,
     ).eval()
 
