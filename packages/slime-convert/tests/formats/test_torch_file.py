@@ -291,11 +291,18 @@ def test_torch_loads_plain_objects(tmp_path):
     assert TorchFile(tmp_path, "file.pt").content() == value
 
 
-def test_a_tensor_beyond_4_gib(tmp_path):
-    """Its sizes and places take the longer fields of a zip archive. The file is a hole."""
-    nbytes = 2**32 + 2**20
+BEFORE = tensor_archive("uint8", (2**31,), 2**31).offset
+"""Bytes before the tensor's, if they are below 4 GiB."""
+
+
+@pytest.mark.parametrize("nbytes", [2**32 - 1 - BEFORE, 2**32 - 1, 2**32 + 2**20])
+def test_a_tensor_about_4_gib_and_beyond(tmp_path, nbytes):
+    """Its sizes, and the directory's place, take the longer fields of a zip archive from 2**32 - 1 on, which says in a
+    shorter one that there is a longer. The file is a hole.
+    """
     archive = tensor_archive("uint8", (nbytes,), nbytes)
     head, tail = archive.seal(0)
+    assert len(head) + nbytes + tail.index(b"PK\x01\x02") >= 2**32 - 1 and b"PK\x06\x07" in tail
     with (tmp_path / "file.pt").open("wb") as file:
         file.write(head)
         file.seek(archive.offset + nbytes)
