@@ -5,7 +5,16 @@ import pytest
 from slime_core.metrics import rollout_metrics
 from slime_core.types import EvalReport, RolloutBatch, Sample, SyncReport, TrainReport
 from slime_launch.shards import ReadyRollout, reward_failures
-from slime_launch.step_metrics import eval_line, eval_row, eval_title, rollout_row, step_cells, step_line, train_rows
+from slime_launch.step_metrics import (
+    eval_line,
+    eval_row,
+    eval_title,
+    example_line,
+    rollout_row,
+    step_cells,
+    step_line,
+    train_rows,
+)
 
 SAMPLES = [
     Sample(index=i, group_index=0, prompt="p", tokens=[1, 2, 3], response_length=2, reward=float(i)) for i in range(2)
@@ -89,6 +98,17 @@ def test_an_evaluation_shows_a_sample_of_each_set():
     assert eval_line(report).splitlines()[1:] == [
         "  for example: sums: 12 + 30 = → 42 (reward 1)", "  for example: aime: 12 + 30 = → 42 (reward 1)",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "shown"),
+    [
+        ("p" * 80, "r" * 120, f"{'p' * 80} → {'r' * 120}"),
+        (f"first{'p' * 80}", f"{'r' * 120}last", f"…{'p' * 80} → {'r' * 120}…"),
+    ],
+)
+def test_an_example_is_the_end_of_the_prompt_and_the_beginning_of_the_response(prompt, response, shown):
+    assert example_line({"prompt": prompt, "response": response}) == shown
 
 
 def test_an_evaluation_says_after_which_step_it_is():
