@@ -2,11 +2,13 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from slime_launch.cli import main
 from slime_launch.plan import cost
+from slime_launch.plan.cost import PhaseTime
 
 RUN = """
 hf-checkpoint = "Qwen/Qwen3-30B-A3B"
@@ -72,6 +74,29 @@ def test_each_assumption_is_the_one_that_is_computed_with(planned, monkeypatch):
     assert {one["phase"]: one["seconds"] for one in after["times"]} == before | {
         "train": pytest.approx(2 * before["train"])
     }
+
+
+def test_bytes_of_a_number_in_a_checkpoint_and_in_a_step_on_the_host(planned):
+    numbers = 61_064_245_248 // 2  # of the published files, in bf16
+    found = {one["phase"]: one for one in planned()["times"]}
+    assert found["save"]["of"] == f"{14 * numbers:,} bytes"
+    step = numbers / 16 * ((4 + 2) / 10e9 + (6 * 4 + 4) / 2 / 3e9)
+    assert found["optimizer on the host"]["seconds"] == pytest.approx(step, rel=1e-3)
+    found = {one["phase"]: one for one in planned("--fp32", "--no-optimizer-cpu-offload")["times"]}
+    assert found["save"]["of"] == f"{12 * numbers:,} bytes"
+
+
+def test_a_run_that_generates_ahead_takes_what_takes_longer():
+    times = [
+        PhaseTime(phase=phase, seconds=seconds, of="", times=2)
+        for phase, seconds in {"generate": 10.0, "train": 3.0, "log-probs": 1.0, "save": 0.5}.items()
+    ]
+
+    def seconds(ahead):
+        selection = SimpleNamespace(async_buffer_size=ahead)
+        return cost.run_seconds(SimpleNamespace(rollout=SimpleNamespace(selection=selection)), times)
+
+    assert (seconds(None), seconds(1)) == (29.0, 21.0)
 
 
 def test_no_estimate_is_said_to_be_a_bound(planned):
