@@ -1,6 +1,6 @@
 import pytest
 
-from slime_core.words import counted, duration
+from slime_core.words import counted, did_you_mean, duration
 
 
 @pytest.mark.parametrize(("number", "words"), [(0, "0 steps"), (1, "1 step"), (2, "2 steps"), (2000, "2,000 steps")])
@@ -21,3 +21,18 @@ def test_another_plural_is_said():
 )  # fmt: skip
 def test_a_time_is_never_shown_as_zero_of_a_unit(seconds, words):
     assert duration(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("trian", "did you mean train?"),
+        ("train_async", "did you mean train-async?"),
+        ("--lr-decay", "did you mean --lr-decay-iters or --lr-decay-style?"),
+        ("--colocat", "did you mean --colocate?"),
+        ("other", ""),
+    ],
+)
+def test_names_like_a_misspelt_one_are_named(name, words):
+    known = ["train", "train-async", "plan", "--colocate", "--lr-decay-iters", "--lr-decay-style"]
+    assert did_you_mean(name, known) == words

@@ -3,9 +3,13 @@ import shlex
 
 import pytest
 
+from slime_convert.commands import COMMANDS as CONVERT_COMMANDS
 from slime_launch import train
 from slime_launch.cli import main
-from slime_launch.commands import COMMANDS, usage
+from slime_launch.commands import COMMANDS, MEANT, usage
+from slime_launch.flags import train_groups
+from slime_launch.new_task import find_recipe
+from slime_launch.parser import build_parser, parse_all
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -13,6 +17,47 @@ def test_every_command_is_there_and_in_the_usage(name):
     module, _, function = COMMANDS[name].function.partition(":")
     assert callable(getattr(importlib.import_module(module), function))
     assert f"\n  {name} " in usage()
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("trian", "did you mean train?"),
+        ("Train", "did you mean train?"),
+        ("evl", "did you mean eval?"),
+        ("train_async", "did you mean train-async?"),
+        ("train_async.py", "did you mean train-async?"),
+        ("dpo", "here it is slime-launch sft --loss-type dpo_loss"),
+        ("train_dpo", "here it is slime-launch sft --loss-type dpo_loss"),
+        ("train_ppo_ray", "here it is slime-launch train --advantage-estimator ppo"),
+        ("GRPO", "here it is slime-launch train"),
+        ("reward_model", "here it is slime-launch sft --loss-type rm_loss"),
+        ("base.toml", "a command comes first, such as slime-launch train --config base.toml"),
+        ("--config", "a command comes first, such as slime-launch train --config …"),
+        ("stray", f"allowed: {', '.join(COMMANDS)}"),
+    ],
+)
+def test_an_unknown_command_is_answered_with_the_one_that_is_meant(word, said, capsys):
+    assert main([word, "--lr", "1"]) == 2
+    assert capsys.readouterr().err == f"slime-launch: unknown command {word}; {said}\n"
+
+
+@pytest.mark.parametrize("text", MEANT.values())
+def test_every_answer_to_an_unknown_command_is_a_command_that_there_is(text):
+    program, word, *flags = text.partition(",")[0].split()
+    if program == "slime-launch" and not word.startswith("--"):
+        assert word in COMMANDS
+        assert flags[:2] != ["NAME", "--from"] or find_recipe(flags[2])
+        groups = train_groups()
+        parsed = parse_all(groups, build_parser(groups, prog="p", description=""), flags if word != "new" else [])
+        assert [line for line in parsed.problems if not line.startswith("missing ")] == []
+    elif program == "slime-convert" and not word.startswith("--"):
+        assert word in [command.name for command in CONVERT_COMMANDS]
+
+
+def test_no_answer_is_hidden_by_a_command_or_another_answer():
+    words = [word for row in MEANT for word in row]
+    assert len(words) == len({*words, *COMMANDS}) - len(COMMANDS)
 
 
 def test_the_usage_is_what_no_words_give(capsys):
@@ -97,6 +142,42 @@ def test_a_stray_word_is_named_by_every_command(words, message, workspace, capsy
     monkeypatch.setattr(train, "supervise", None)
     assert main(words.split()) == 2
     assert message in "\n".join(capsys.readouterr())
+
+
+RUN_FILE = "unexpected 'base.toml'; give a run file as --config base.toml"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        *((f"{name} base.toml", RUN_FILE) for name in ("train", "train-async", "sft", "eval", "plan")),
+        ("submit --ray-address http://h:1 base.toml", RUN_FILE),
+        ("train --lr 1e-5 base.toml", RUN_FILE),
+        ("eval --lr 1e-5 base.toml", RUN_FILE),
+        ("plan --device h100 base.toml", RUN_FILE),
+        ("plan --json base.toml", RUN_FILE),
+        ("plan base.toml --device none-such", RUN_FILE),
+        ("train Base.YML", "unexpected 'Base.YML'; give a run file as --config Base.YML"),
+        ("train run.sh", "unexpected 'run.sh'; `slime-launch migrate run.sh --toml run.toml` makes a run file of"),
+        ("sft rows.jsonl", "unexpected 'rows.jsonl'; give rows as --prompt-data rows.jsonl, or held-out ones as"),
+        ("sft lr=1e-6", "unexpected 'lr=1e-6'; here it is --lr 1e-6"),
+    ],
+)
+def test_a_file_without_its_flag_is_one_error_that_has_the_flag(words, line, workspace, capsys, monkeypatch):
+    monkeypatch.chdir(workspace)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(train, "supervise", None)
+    assert main(words.split()) == 2
+    out, err = capsys.readouterr()
+    said = [said for said in err.splitlines() if said.startswith("slime-launch: ")]
+    assert len(said) == 1 and said[0].startswith(f"slime-launch: {line}") and not out.strip("{}").count("missing")
+
+
+def test_a_second_run_file_is_one_too_many(workspace, flags, to_words, capsys, monkeypatch):
+    monkeypatch.chdir(workspace)
+    (workspace / "run.toml").write_text('rm-type = "math"\n')
+    assert main(["plan", "--config", "run.toml", "other.toml", *to_words(flags)]) == 2
+    assert "unexpected 'other.toml' after --config; that flag takes no such value" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

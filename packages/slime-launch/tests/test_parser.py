@@ -3,9 +3,10 @@ from pathlib import Path
 import pytest
 
 from slime_core.flags import FlagSpec, Range
+from slime_core.words import suggestions
 from slime_launch.errors import FlagError
 from slime_launch.flags import train_groups
-from slime_launch.parser import FlagGroup, build_parser, help_line, nearest, parse, suggestions, unknown_flag
+from slime_launch.parser import FlagGroup, build_parser, help_line, nearest, parse, unknown_flag
 
 DATA = Path(__file__).parent / "data"
 
@@ -67,6 +68,12 @@ def test_the_last_of_a_repeated_single_value_counts():
         (["--kind", "c"], "--kind: invalid choice: 'c' (choose from 'a', 'b')"),
         (["--colocate", "true"], "unexpected 'true' after --colocate; that flag takes no such value"),
         (["stray"], "unexpected 'stray'; flags start with --"),
+        (["lr=3"], "unexpected 'lr=3'; here it is --lr 3"),
+        (["num_steps=3"], "unexpected 'num_steps=3'; here it is --num-steps 3"),
+        (["-lr=3"], "unexpected '-lr=3'; here it is --lr 3"),
+        (["-colocate"], "unexpected '-colocate'; here it is --colocate"),
+        (["\N{EM DASH}colocate"], "unexpected '\N{EM DASH}colocate'; here it is --colocate"),
+        (["--lr", "3", "a b.toml"], "unexpected 'a b.toml'; give a run file as --config 'a b.toml'"),
         (["--lr", "3", "--colocate", "3"], "unexpected '3' after --colocate; that flag takes no such value"),
         (["--kind=a", "b"], "unexpected 'b' after --kind=a; that flag takes no such value"),
         (["--share", "on", "x"], "unexpected 'x' after --share; that flag takes no such value"),

@@ -1,8 +1,14 @@
-"""Numbers in messages for people: counts with their noun, and times."""
+"""Words in messages for people: counts with their noun, times, and the names that a misspelt one may mean."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection
+
 _LEAST_SECONDS = 0.05  # less would be shown as 0.0
+_SUGGESTIONS = 3  # at most
+_ALIKE = 0.72  # how like the name a suggestion must be
+_MARGIN = 0.15  # how much less so than the best one
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
@@ -19,3 +25,28 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """``did you mean a, b or c?``, of what is most like ``name``; empty if nothing is."""
+    *others, last = suggestions(name, known) or [""]
+    return f"did you mean {', '.join(others)}{' or ' if others else ''}{last}?" if last else ""
+
+
+def suggestions(name: str, known: Collection[str]) -> list[str]:
+    """The known names, such as flags, that are most like ``name``, best first: at most three, none far from it."""
+    dashed = "--" + name.replace("_", "-").lower().strip("-") if name.startswith("-") else name.replace("-", "_")
+    if dashed in known:
+        return [dashed]
+    likeness = ((_likeness(dashed, other), other) for other in known)
+    best = sorted((pair for pair in likeness if pair[0] >= _ALIKE), key=lambda pair: (-pair[0], pair[1]))
+    return [other for value, other in best[:_SUGGESTIONS] if value >= best[0][0] - _MARGIN]
+
+
+def _likeness(name: str, other: str) -> float:
+    """From 0 to 1: letters in the order that they have, or in the order that their words have when sorted."""
+    whole = difflib.SequenceMatcher(None, name, other, autojunk=False)
+    if whole.real_quick_ratio() < _ALIKE or whole.quick_ratio() < _ALIKE:
+        return 0.0
+    words, others = ("-".join(sorted(text.strip("-").split("-"))) for text in (name, other))
+    return max(whole.ratio(), 0.98 * difflib.SequenceMatcher(None, words, others, autojunk=False).ratio())

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from slime_convert.errors import ConvertError
 from slime_core.errors import SlimeError
-from slime_launch.commands import COMMANDS, usage
+from slime_launch.commands import COMMANDS, unknown_command, usage
 from slime_launch.errors import FlagError
 
 
@@ -45,7 +45,7 @@ def _dispatch(words: list[str]) -> int:
         print(usage())
         return 0
     if words[0] not in COMMANDS:
-        raise FlagError(f"unknown command {words[0]}; allowed: {', '.join(COMMANDS)}")
+        raise FlagError(unknown_command(words[0]))
     return COMMANDS[words[0]](words[1:])
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
+from slime_core.words import did_you_mean
+
 
 @dataclass(frozen=True)
 class Command:
@@ -42,6 +44,51 @@ COMMANDS = {
     "new": Command("slime_launch.new_task:new", "copy a recipe into a new folder to change, and say what to do next"),
     "eval": Command("slime_launch.train:evaluate", "only score held-out sets: train --num-rollout 0"),
 }
+
+MEANT: dict[tuple[str, ...], str] = {
+    ("grpo", "rl", "rlhf", "rlvr"): "slime-launch train",
+    ("ppo",): "slime-launch train --advantage-estimator ppo",
+    ("gspo",): "slime-launch train --advantage-estimator gspo",
+    ("cispo",): "slime-launch train --advantage-estimator cispo",
+    ("rloo",): "slime-launch train --advantage-estimator rloo",
+    ("reinforce", "reinforce++"): "slime-launch train --advantage-estimator reinforce_plus_plus",
+    ("dr-grpo",): "slime-launch train --disable-grpo-std-normalization",
+    ("dapo",): "slime-launch new NAME --from dapo",
+    ("dpo",): "slime-launch sft --loss-type dpo_loss",
+    ("rm", "reward", "reward-model"): "slime-launch sft --loss-type rm_loss",
+    ("fine-tune", "finetune", "instruct"): "slime-launch sft",
+    ("distill", "distillation", "gkd", "opd"): "slime-launch train --use-opd",
+    ("lora",): "slime-launch train --lora-rank 8",
+    ("async", "fully-async"): "slime-launch train-async",
+    ("evaluate", "evaluation", "benchmark", "test"): "slime-launch eval",
+    ("generate", "inference", "infer", "rollout"): "slime-launch train --debug-rollout-only",
+    ("check", "dry-run", "estimate", "validate"): "slime-launch plan",
+    ("compare",): "slime-launch diff",
+    ("examples", "list"): "slime-launch recipes",
+    ("create", "init"): "slime-launch new",
+    ("continue", "resume"): "slime-launch train, with the flags of the run: it goes on from its --save",
+    ("check-hooks",): "slime-rollout check-hooks",
+    ("convert", "export"): "slime-convert --help",
+    ("merge", "merge-lora"): "slime-convert merge-lora",
+    ("list-models", "models"): "slime-convert list-models",
+    ("help",): "slime-launch --help",
+    ("version",): "slime-launch --version",
+}
+"""What other launchers call a command, in small letters with dashes, and what does that here."""
+
+
+def unknown_command(word: str) -> str:
+    """The error line about a first word that is no command."""
+    plain = word.lower().replace("_", "-").removesuffix(".py")
+    names = (plain, plain.removeprefix("train-").removesuffix("-ray").removesuffix("-trainer"))
+    if plain in COMMANDS:
+        return f"unknown command {word}; did you mean {plain}?"
+    if meant := next((text for words, text in MEANT.items() if not {*words}.isdisjoint(names)), None):
+        return f"unknown command {word}; here it is {meant}"
+    if plain.startswith("-") or plain.endswith((".toml", ".yaml", ".yml")):
+        flags = f"{word} …" if plain.startswith("-") else f"--config {word}"
+        return f"unknown command {word}; a command comes first, such as slime-launch train {flags}"
+    return f"unknown command {word}; {did_you_mean(plain, COMMANDS) or 'allowed: ' + ', '.join(COMMANDS)}"
 
 
 def usage() -> str:

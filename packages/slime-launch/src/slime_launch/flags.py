@@ -23,7 +23,7 @@ from slime_launch.devices import run_device
 from slime_launch.errors import FlagError, about_read
 from slime_launch.idle import idle_problems
 from slime_launch.megatron_flags import answered, megatron_groups, megatron_help
-from slime_launch.parser import FlagGroup, build_parser, leading_strays, parse_all, unexpected, without
+from slime_launch.parser import FlagGroup, build_parser, check_has_flags, leading_strays, parse_all, unexpected, without
 from slime_launch.switches import OFF, switched
 from slime_launch.translate import items, translate_upstream
 from slime_launch.wandb_run import hide_key
@@ -109,6 +109,7 @@ def _read(
 
     ``sglang`` are SGLang's flags; the installed one says them if ``None``.
     """
+    check_has_flags(argv, {spec.name: spec for group in train_groups() for spec in group.flags})
     stray = leading_strays(argv)
     expanded = with_config(argv[len(stray) :])
     words, as_given = expanded.words, dict[str, Any]()

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import itertools
 import math
+import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from slime_core.effects import shown_needs
 from slime_core.flags import FlagSpec
+from slime_core.words import did_you_mean, suggestions
 from slime_launch.answers import flag_line, foreign_answer, upstream_answer
 from slime_launch.errors import FlagError
 
 TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text"}
-SUGGESTIONS = 3
-"""Flags that the error about an unknown one names, at most."""
-ALIKE = 0.72
-MARGIN = 0.15
-"""How like an unknown flag a suggestion must be, and how much less so than the best one."""
+TAKEN_AS_A_FLAG = {
+    (".toml", ".yaml", ".yml"): "give a run file as --config {word}",
+    (".sh",): "`slime-launch migrate {word} --toml run.toml` makes a run file of a script",
+    (".jsonl", ".parquet"): "give rows as --prompt-data {word}, or held-out ones as --eval-prompt-data NAME {word}",
+}
+"""What to do with a file that was given without its flag, by the end of its name."""
+HAVE_FLAGS = (".toml", ".yaml", ".yml", ".sh")
+"""Files that have other flags in them, which would seem to be missing."""
+_DASHES = "-\N{HYPHEN}\N{NON-BREAKING HYPHEN}\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}"
+"""Dashes that are pasted in place of two."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,33 +238,33 @@ def strays(argv: Sequence[str], known: Mapping[str, FlagSpec]) -> Iterator[tuple
             room -= 1
 
 
+def check_has_flags(argv: Sequence[str], known: Mapping[str, FlagSpec]) -> None:
+    """No file with flags in it stands where a flag is expected: what it has would seem to be missing.
+
+    Raises:
+        FlagError: One does; it alone is named.
+    """
+    if any(word.partition("=")[0] == "--config" for word in argv):
+        return
+    for word, before in strays(argv, known):
+        if word.lower().endswith(HAVE_FLAGS):
+            raise FlagError(unexpected(word, before, known))
+
+
 def unexpected(word: str, before: str, known: Collection[str]) -> str:
     """Message for a word that belongs to no flag; the flag ``before`` it is the likely cause."""
     setting, equals, value = word.partition("=")
     if equals and (answer := foreign_answer(setting, known)) is not None:
         return f"unexpected {word!r}; {answer.why or f'here it is {answer.to} {answer.value or value}'}"
+    ours = "--" + setting.strip(_DASHES).replace("_", "-")
+    if ours in known and (equals or word[0] in _DASHES):
+        return f"unexpected {word!r}; here it is {ours}{f' {value}' if value else ''}"
+    for ends, advice in TAKEN_AS_A_FLAG.items():
+        if word.lower().endswith(ends) and not (before and before.partition("=")[0] in advice):
+            return f"unexpected {word!r}; {advice.format(word=shlex.quote(word))}"
     if not before:
         return f"unexpected {word!r}; flags start with --"
     return f"unexpected {word!r} after {before}; that flag takes no such value"
-
-
-def suggestions(name: str, known: Collection[str]) -> list[str]:
-    """The known flags that are most like ``name``, as typed, best first: at most three, none that is far from it."""
-    dashed = "--" + name.replace("_", "-").lower().strip("-") if name.startswith("-") else name.replace("-", "_")
-    if dashed in known:
-        return [dashed]
-    likeness = ((_likeness(dashed, other), other) for other in known)
-    best = sorted((pair for pair in likeness if pair[0] >= ALIKE), key=lambda pair: (-pair[0], pair[1]))
-    return [other for value, other in best[:SUGGESTIONS] if value >= best[0][0] - MARGIN]
-
-
-def _likeness(name: str, other: str) -> float:
-    """From 0 to 1: letters in the order that they have, or in the order that their words have when sorted."""
-    whole = difflib.SequenceMatcher(None, name, other, autojunk=False)
-    if whole.real_quick_ratio() < ALIKE or whole.quick_ratio() < ALIKE:
-        return 0.0
-    words, others = ("-".join(sorted(text.strip("-").split("-"))) for text in (name, other))
-    return max(whole.ratio(), 0.98 * difflib.SequenceMatcher(None, words, others, autojunk=False).ratio())
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:
@@ -270,7 +276,4 @@ def unknown_flag(name: str, known: Collection[str]) -> str:
     """The error line about a flag that does not exist."""
     if (line := flag_line(name, known)) is not None:
         return line
-    *others, last = suggestions(name, known) or [""]
-    if not last:
-        return f"unknown flag {name}; see --help"
-    return f"unknown flag {name}; did you mean {', '.join(others)}{' or ' if others else ''}{last}?"
+    return f"unknown flag {name}; {did_you_mean(name, known) or 'see --help'}"

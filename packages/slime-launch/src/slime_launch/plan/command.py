@@ -17,9 +17,9 @@ from slime_core.needs import given
 from slime_launch.config import Settings
 from slime_launch.devices import find_device
 from slime_launch.errors import FlagError, Problems
-from slime_launch.flags import read_train
+from slime_launch.flags import read_train, train_groups
 from slime_launch.names import absent_models, with_paths
-from slime_launch.parser import FlagGroup, build_parser, parse
+from slime_launch.parser import FlagGroup, build_parser, check_has_flags, parse
 from slime_launch.redact import without_secrets
 
 DESCRIPTION = """\
@@ -85,8 +85,12 @@ def plan(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         parser.print_help()
         return 0
-    own, words = split_words(argv, _own_flags(argv), others_follow=False)
     problems = Problems()
+    trains = {spec.name: spec for group in train_groups() for spec in group.flags}
+    problems.attempt(check_has_flags, argv, trains | {spec.name: spec for spec in specs})
+    if problems.lines:
+        return _say(problems.lines, as_json="--json" in argv)
+    own, words = split_words(argv, _own_flags(argv), others_follow=False)
     config = problems.attempt(lambda: PlanConfig(**parse(groups, parser, own)))
     device = None if config is None else problems.attempt(find_device, config.device, config.device_memory_gib)
     if config is None or device is None:
