@@ -123,10 +123,60 @@ def test_a_value_that_is_none_of_the_flag_is_refused_by_name(text, message, flag
         parse_train([*words, "--config", str(tmp_path / "run.toml")])
 
 
+TABLES = [
+    # a run file in TOML and in YAML, and the keys that are named
+    ("[optimizer]\nlr = 1e-5", "optimizer:\n  lr: 1e-5", "optimizer.lr is in a table"),
+    ("train.lr = 1e-6", "train: {lr: 1e-6}", "train.lr is in a table"),
+    ("[train]\n[train.optim]\nlr = 1e-6", "train: {optim: {lr: 1e-6}}", "train.optim.lr is in a table"),
+    ("[[train]]\nlr = 1e-6", "train: [{lr: 1e-6}]", "train.lr is in a table"),
+    ("[train]\nday = 1979-05-27", "train: {day: 1979-05-27}", "train.day is in a table"),
+    ("[optimizer]", "optimizer: {}", "optimizer is in a table"),
+    ("lr = {a = 1}", "lr: {a: 1}", "lr.a is in a table"),
+    ("[load]\nstep = 1", "load: {step: 1}", "load.step is in a table"),
+    ("[colocate]\nnow = true", "colocate: {now: true}", "colocate.now is in a table"),
+    (
+        "[rollout]\na = 1\nb = 2\nc = 3\n[train]\nd = 4\ne = 5\nf = 6",
+        "rollout: {a: 1, b: 2, c: 3}\ntrain: {d: 4, e: 5, f: 6}",
+        "rollout.a, rollout.b, rollout.c, train.d, 2 more are in a table",
+    ),
+]
+
+
+@pytest.mark.parametrize(("toml", "yaml", "named"), TABLES)
+def test_flags_in_tables_are_one_error_that_names_them(toml, yaml, named, tmp_path):
+    for form, text in (("toml", toml), ("yaml", yaml)):
+        path = tmp_path / f"run.{form}"
+        path.write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            parse_train(["--config", str(path)])
+        assert str(caught.value) == (
+            f"--config {path}: {named}, and tables (sections, nested keys) are not read; write a flag on each line, "
+            "such as `lr = 1e-6` in TOML or `lr: 1e-6` in YAML, at the top of the file"
+        )
+
+
+def test_a_flag_of_json_takes_a_table(tmp_path, flags, to_words):
+    (tmp_path / "run.toml").write_text(
+        '[train-env-vars]\nA = "b"\n[apply-chat-template-kwargs]\nenable_thinking = false\n[sglang-log-level]\na = 1\n'
+    )
+    settings = parse_train([*to_words(flags), "--apply-chat-template", "--config", str(tmp_path / "run.toml")])
+    assert settings.cluster.train_environment == {"A": "b"}
+    assert settings.rollout.data.apply_chat_template_kwargs == '{"enable_thinking": false}'
+    assert settings.engine.sglang_args["log-level"] == '{"a": 1}'
+
+
+def test_what_the_command_line_says_replaces_a_table(tmp_path, flags, to_words):
+    (tmp_path / "run.toml").write_text("[lr]\nstart = 1\n")
+    assert parse_train([*to_words(flags), "--config", str(tmp_path / "run.toml"), "--lr", "2"]).megatron.lr == 2
+
+
 def test_an_unknown_name_is_answered_as_a_flag_is(flags, tmp_path):
     file = as_file(flags | {"--num-rolout": "3"}, tmp_path / "run.yaml")
     with pytest.raises(ConfigError, match="unknown flag --num-rolout; did you mean --num-rollout"):
         parse_train(["--config", file])
+    (tmp_path / "dotted.yaml").write_text("train.num_rollout: 3\n")
+    with pytest.raises(ConfigError, match=r"unknown flag --train\.num-rollout; did you mean --num-rollout\?"):
+        parse_train(["--config", str(tmp_path / "dotted.yaml")])
 
 
 @pytest.mark.parametrize(

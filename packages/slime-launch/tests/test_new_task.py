@@ -128,7 +128,7 @@ def test_without_functions_or_a_laptops_file_fewer_steps_are_left(made: Path) ->
         (["my task", "--from", "sums"], "the name my task must consist of letters, digits"),
         (["..", "--from", "sums"], "the name .. must"),
         ([], "required: NAME"),
-        (["mine", "--form", "sums"], "unrecognized arguments: --form"),
+        (["mine", "--form", "sums"], "unknown flag --form (did you mean --from?); see slime-launch new --help"),
     ],
 )
 def test_what_cannot_be_copied_is_one_line(

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from slime_launch.cli import main
+from slime_launch.plan.build import UNREAD
 
 WRITTEN = {
     "--critic-save": ["/proc/none", "--advantage-estimator", "ppo"],
@@ -64,6 +65,14 @@ def test_layers_for_gpus_are_refused_without_one_and_planned_for_one(planned):
     assert problems[0].startswith("--transformer-impl transformer_engine: there is no GPU for its layers")
     words = ["--bf16", "--recompute-granularity", "selective", "--recompute-modules", "layernorm"]
     assert planned("--device", "h100", "--transformer-impl", "transformer_engine", *words)[0] == 0
+
+
+@pytest.mark.parametrize("words", [["--lrr", "3"], ["--bf-16"], ["--lr", "abc"], ["--rollout-batch-siz", "3"]])
+def test_a_plan_without_what_could_not_be_read_says_so_once_and_names_no_other_flag(words, planned):
+    code, plan, problems = planned(*words)
+    assert (code, len(problems)) == (2, 1) and words[0] in problems[0]
+    assert [line for line in plan["notices"] if "left out" in line or "not known" in line] == [UNREAD]
+    assert planned()[1]["notices"].count(UNREAD) == 0
 
 
 def test_what_was_checked_whole_leaves_nothing_unchecked(planned):

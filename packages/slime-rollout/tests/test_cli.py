@@ -54,6 +54,19 @@ def run(tmp_path, capsys, monkeypatch):
         del sys.modules[name]
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("chek-hooks", "'receive-weights'); did you mean check-hooks?; see slime-rollout --help"),
+        ("receive-weights --form x", "unknown flag --form (did you mean --from?); see slime-rollout receive-weights"),
+        ("--verson", "unknown flag --verson (did you mean --version?); see slime-rollout --help"),
+    ],
+)
+def test_a_misspelt_word_is_answered_with_the_one_that_it_is_like(words, line, capsys):
+    assert main(words.split()) == 2
+    assert line in capsys.readouterr().err
+
+
 def test_hooks_are_looked_at(run):
     code, out, err = run("--custom-generate-function-path", "own_hooks.turns", "--custom-rm-path", "own_hooks.py:score")
     assert (code, err, len(out)) == (0, [], 2)
@@ -126,6 +139,13 @@ sglang-mem-fraction-static = 0.5
     )
     code, out, _ = run("--run", "--config", "run.toml", "--custom-rm-path", "own_hooks.score")
     assert code == 0 and "own_hooks.score" in out[1] and len(out) == 2  # the command line wins
+    for table in ('[rewards]\ncustom-rm-path = "own_hooks.score"', "[rm-timeout]\nseconds = 7"):
+        Path("tables.toml").write_text(table)
+        code, _, [line] = run("--config", "tables.toml")
+        name = table.partition(" ")[0].replace("]\n", ".").removeprefix("[")
+        assert code == 2 and f"--config tables.toml: {name} is in a table" in line
+    Path("tables.toml").write_text('custom-rm-path = "own_hooks.score"\n[train-env-vars]\nA = "b"')
+    assert run("--config", "tables.toml")[0] == 0
     code, _, [line] = run("--config", "nothing.toml")
     assert code == 2 and "--config nothing.toml does not exist" in line
 
@@ -147,7 +167,14 @@ def test_with_a_model_and_prompts_of_ones_own(run, tokenizer_dir, write_rows):
     ("words", "message"),
     [
         ([], "no hook is given; give one or more of --data-source-path, --buffer-filter-path, --custom-generate"),
-        (["--nothing"], "unrecognized arguments: --nothing; see slime-rollout"),
+        (["--nothing"], "unknown flag --nothing; see slime-rollout check-hooks --help"),
+        (
+            ["--custom-rm-path", "own_hooks.score", "--custom-generate-function-pth=x"],
+            "unknown flag --custom-generate-function-pth (did you mean --custom-generate-function-path?); see slime-",
+        ),
+        (["--nothing", "--rm-tipe", "math"], "unknown flags --nothing, --rm-tipe (did you mean --rm-type or --rm-t"),
+        (["--custom-rm-path", "own_hooks.score", "x"], "unrecognized arguments: x; see slime-rollout check-hooks --"),
+        (["run.toml"], "unexpected 'run.toml'; give a run file as --config run.toml"),
         (["--custom-rm-path"], "--custom-rm-path: expected one argument"),
         (["--custom-rm-path", "own_hooks.score", "--rm-type", "exact"], "are both given; give one of them"),
         (["--custom-rm-path", "own_hooks.score", "--reply", "x"], "--reply is for --run; give both"),

@@ -78,14 +78,16 @@ MEANT: dict[tuple[str, ...], str] = {
 
 
 def unknown_command(word: str) -> str:
-    """The error line about a first word that is no command."""
+    """The error line about a first word that is not a command."""
+    from slime_rollout.run_file import ENDS  # imports YAML, which --help does not need
+
     plain = word.lower().replace("_", "-").removesuffix(".py")
     names = (plain, plain.removeprefix("train-").removesuffix("-ray").removesuffix("-trainer"))
     if plain in COMMANDS:
         return f"unknown command {word}; did you mean {plain}?"
     if meant := next((text for words, text in MEANT.items() if not {*words}.isdisjoint(names)), None):
         return f"unknown command {word}; here it is {meant}"
-    if plain.startswith("-") or plain.endswith((".toml", ".yaml", ".yml")):
+    if plain.startswith("-") or plain.endswith(ENDS):
         flags = f"{word} …" if plain.startswith("-") else f"--config {word}"
         return f"unknown command {word}; a command comes first, such as slime-launch train {flags}"
     return f"unknown command {word}; {did_you_mean(plain, COMMANDS) or 'allowed: ' + ', '.join(COMMANDS)}"

@@ -5,8 +5,9 @@ Its ``true`` and ``false`` are for switches (`slime_launch.switches`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from slime_launch.switches import overridden
 from slime_rollout.run_file import FLAG, read_run_file, words_of
@@ -21,12 +22,16 @@ class Expanded:
         from_file: The first of these two.
         booleans: The flags, among these, to which the file gives ``true`` or ``false``.
         empty: Those to which it gives an empty list.
+        path: The file.
+        values: What it says of its flags that the command line does not replace.
     """
 
     words: list[str]
     from_file: list[str]
     booleans: frozenset[str] = frozenset()
     empty: frozenset[str] = frozenset()
+    path: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
 
 
 def with_config(argv: Sequence[str]) -> Expanded:
@@ -42,7 +47,8 @@ def with_config(argv: Sequence[str]) -> Expanded:
     given = {name: value for name, value in read_run_file(path).items() if name not in replaced}
     words = [word for name, value in given.items() for word in words_of(path, name, value)]
     booleans = frozenset(name for name, value in given.items() if isinstance(value, bool))
-    return Expanded([*words, *argv], words, booleans, frozenset(name for name, value in given.items() if value == []))
+    empty = frozenset(name for name, value in given.items() if value == [])
+    return Expanded([*words, *argv], words, booleans, empty, path, given)
 
 
 def _last_value(argv: Sequence[str]) -> str | None:

@@ -36,6 +36,7 @@ from slime_rollout.engine.router_flags import CONTROLLED as ROUTER_CONTROLLED
 from slime_rollout.engine.router_flags import PREFIX as ROUTER_PREFIX
 from slime_rollout.engine.router_flags import router_specs
 from slime_rollout.engine.sglang_flags import CONTROLLED, SglangFlag, installed_flags
+from slime_rollout.run_file import check_tables
 
 PROG = "slime-launch train"
 DESCRIPTION = """\
@@ -118,6 +119,9 @@ def _read(
     groups, parser, refused = _command(words, sglang)
     words = without(words, [line.split()[0] for line in refused])
     known = {spec.name: spec for group in groups for spec in group.flags}
+    check_tables(
+        expanded.path, {name: value for name, value in expanded.values.items() if not _is_sglangs(name, known)}, known
+    )
     if not groups[-1].flags:
         words = without(words, [word.split("=")[0] for word in words if _is_sglangs(word, known)])
     switches = switched(words, known, booleans=expanded.booleans, empty=expanded.empty)

@@ -11,20 +11,22 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
+from slime_core import one_line
 from slime_core.effects import shown_needs
 from slime_core.flags import FlagSpec
 from slime_core.words import did_you_mean, suggestions
 from slime_launch.answers import flag_line, foreign_answer, upstream_answer
 from slime_launch.errors import FlagError
+from slime_rollout.run_file import ENDS
 
 TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text"}
 TAKEN_AS_A_FLAG = {
-    (".toml", ".yaml", ".yml"): "give a run file as --config {word}",
+    ENDS: "give a run file as --config {word}",
     (".sh",): "`slime-launch migrate {word} --toml run.toml` makes a run file of a script",
     (".jsonl", ".parquet"): "give rows as --prompt-data {word}, or held-out ones as --eval-prompt-data NAME {word}",
 }
 """What to do with a file that was given without its flag, by the end of its name."""
-HAVE_FLAGS = (".toml", ".yaml", ".yml", ".sh")
+HAVE_FLAGS = (*ENDS, ".sh")
 """Files that have other flags in them, which would seem to be missing."""
 _DASHES = "-\N{HYPHEN}\N{NON-BREAKING HYPHEN}\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}"
 """Dashes that are pasted in place of two."""
@@ -49,15 +51,10 @@ class _Parser(argparse.ArgumentParser):
         raise FlagError(message.removeprefix("argument "))
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """A parser of a few words whose errors are one line, without the usage."""
+class OneLineParser(one_line.OneLineParser):
+    """A parser of a few words whose errors are one line, a :class:`FlagError`."""
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, **kwargs)
-
-    def error(self, message: str) -> NoReturn:
-        """Raises FlagError."""
-        raise FlagError(f"{message}; see {self.prog} --help")
+    problem = FlagError
 
 
 def build_parser(
@@ -276,4 +273,5 @@ def unknown_flag(name: str, known: Collection[str]) -> str:
     """The error line about a flag that does not exist."""
     if (line := flag_line(name, known)) is not None:
         return line
-    return f"unknown flag {name}; {did_you_mean(name, known) or 'see --help'}"
+    last = f"--{name.rpartition('.')[2]}" if "." in name else name
+    return f"unknown flag {name}; {did_you_mean(name, known) or did_you_mean(last, known) or 'see --help'}"

@@ -8,15 +8,16 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from slime_core.errors import ConfigError, SlimeError
 from slime_core.flags import FlagSpec, flag_specs
 from slime_core.hooks import HookArgs
+from slime_core.one_line import OneLineParser
 from slime_core.words import counted
 from slime_rollout.config import RolloutConfig
 from slime_rollout.hooks import HOOKS, GivenHook, given_hooks, hook_args_of
-from slime_rollout.run_file import FLAG, read_run_file, words_of
+from slime_rollout.run_file import ENDS, FLAG, check_tables, read_run_file, words_of
 
 CHECK_HOOKS = """\
 Find the hooks that the flags name, and check that each takes the arguments it will be called with.
@@ -88,15 +89,19 @@ def with_run_file(argv: Sequence[str]) -> list[str]:
     Those of trainers and engines have no part in this, and are named in a line. The command line wins over the file.
 
     Raises:
-        ConfigError: The file cannot be read.
+        ConfigError: The file cannot be read, has flags of a rollout in a table, or is given without its flag.
     """
+    if argv[:1] == ["check-hooks"] and argv[1:] and argv[1].lower().endswith(ENDS):
+        raise ConfigError(f"unexpected {argv[1]!r}; give a run file as {FLAG} {argv[1]}")
     looking = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     looking.add_argument(FLAG)
     if argv[:1] != ["check-hooks"] or (path := looking.parse_known_args(list(argv))[0].config) is None:
         return list(argv)
     typed = {word.partition("=")[0] for word in argv}
     specs, others, words = {spec.name: spec for spec in flag_specs(RolloutConfig)}, [], list[str]()
-    for name, value in read_run_file(path).items():
+    given = read_run_file(path)
+    check_tables(path, given, specs, others=True)
+    for name, value in given.items():
         if name not in specs:
             others.append(name)
         elif name not in typed:
@@ -137,16 +142,11 @@ def _report(hook: GivenHook, look: Callable[[GivenHook], str]) -> int:
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="slime-rollout", allow_abbrev=False, description=(__doc__ or "").strip())
+    parser = OneLineParser(prog="slime-rollout", description=(__doc__ or "").strip())
     parser.add_argument("--version", action="version", version=f"slime-rollout {version('slime-rollout')}")
     commands = parser.add_subparsers(
-        required=True, metavar="check-hooks | receive-weights", title="commands", parser_class=_Parser
+        required=True, metavar="check-hooks | receive-weights", title="commands", parser_class=OneLineParser
     )
     checking = commands.add_parser(
         "check-hooks",
@@ -155,7 +155,6 @@ def _parser() -> argparse.ArgumentParser:
         usage="slime-rollout check-hooks [--run] [flags]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
     )
     checking.set_defaults(command=check_hooks_command)
     checking.add_argument("--run", action="store_true", help="call each hook, too")
@@ -179,7 +178,6 @@ def _parser() -> argparse.ArgumentParser:
         help="keep a checkpoint on this machine up to date with the deltas that a trainer publishes",
         description=RECEIVE_WEIGHTS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     receiving.set_defaults(command=receive_weights)
     for name, place, metavar, text in (

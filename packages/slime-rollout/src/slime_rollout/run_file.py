@@ -2,23 +2,29 @@
 
 A value is read as on the command line: a number is the text that is written, ``010`` is 10, and ``1e-6`` and
 ``"1e-6"`` are the same. ``null``, which YAML alone has, and an empty list leave a flag out; ``true`` and ``false`` are
-for switches.
+for switches. Flags stand at the top: tables are not read, except one that is the value of a flag that takes JSON.
 """
 
 from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from slime_core.errors import ConfigError
+from slime_core.flags import FlagSpec
 from slime_rollout.strict_yaml import WrittenFloat, load_yaml
 
 FLAG = "--config"
 OFF = "false"
 """What a switch is given that a file says is off."""
+ENDS = (".toml", ".yaml", ".yml")
+"""What a run file's name ends with."""
+JSON = "JSON"
+"""The placeholder, in help, of the value of a flag that takes a table."""
+_MOST_NAMED = 4
 FORM = "write a flag on each line, such as `lr = 1e-6` in TOML or `lr: 1e-6` in YAML"
 
 
@@ -39,10 +45,52 @@ def read_run_file(path: str) -> dict[str, Any]:
     return found
 
 
+def check_tables(path: str, given: Mapping[str, Any], known: Mapping[str, FlagSpec], *, others: bool = False) -> None:
+    """No table has flags in it, and none is the value of a flag that takes no JSON.
+
+    Args:
+        path: The file.
+        given: Its flags, as of :func:`read_run_file`.
+        known: The flags that there are, by name.
+        others: Whether there are more of them.
+
+    Raises:
+        ConfigError: One has; it names what is in it, and says where flags stand.
+    """
+    inner: list[str] = []
+    for name, value in given.items():
+        keys, spec = list(_keys(name.removeprefix("--"), value)), known.get(name)
+        is_others = spec is None and others and not any(_flag_of(key) in known for key in keys)
+        takes_json = spec is not None and spec.type is str and not spec.choices and spec.metavar in (JSON, None)
+        if not is_others and not takes_json:
+            inner += keys
+    if inner:
+        more = [f"{len(inner) - _MOST_NAMED} more"] * (len(inner) > _MOST_NAMED)
+        raise ConfigError(
+            f"{FLAG} {path}: {', '.join([*inner[:_MOST_NAMED], *more])} {'is' if len(inner) == 1 else 'are'} in a "
+            f"table, and tables (sections, nested keys) are not read; {FORM}, at the top of the file"
+        )
+
+
+def _flag_of(key: str) -> str:
+    """The flag that a key in a table may be."""
+    return "--" + key.rpartition(".")[2].replace("_", "-")
+
+
+def _keys(key: str, value: Any) -> Iterator[str]:
+    """The dotted keys of what a table has in it, or several; none of another value."""
+    for table in value if isinstance(value, list) else [value]:
+        if isinstance(table, Mapping):
+            for name, inner in table.items():
+                yield from [*_keys(f"{key}.{name}", inner)] or [f"{key}.{name}"]
+            if not table:
+                yield key
+
+
 def _content(path: str) -> Mapping[str, Any]:
-    if Path(path).suffix.lower() in (".yaml", ".yml"):
+    if Path(path).suffix.lower() in ENDS[1:]:
         content = load_yaml(FLAG, path, written=True)
-    elif Path(path).suffix.lower() == ".toml":
+    elif Path(path).suffix.lower() == ENDS[0]:
         try:
             content = tomllib.loads(Path(path).read_text(encoding="utf-8"), parse_float=WrittenFloat.of)
         except FileNotFoundError:
@@ -82,7 +130,7 @@ def words_of(path: str, name: str, value: Any) -> list[str]:
 
 def _text(path: str, name: str, value: Any) -> str:
     if isinstance(value, dict):
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False, default=str)
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         return str(value)
     raise ConfigError(

@@ -40,6 +40,8 @@ from slime_rollout.data_service import DataSpec
 from slime_rollout.engine.transports import Transport
 from slime_rollout.hooks import GivenHook, given_hooks, hook_args_of
 
+UNREAD = "what could not be read of the command, which the problems name, is left out of this plan"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -163,7 +165,7 @@ def make_plan(
         samples=[] if row is None else row.samples,
         checkpoints={role: absent.get(path, path) for role, path in _checkpoints(settings, found).items()},
         notices=[
-            *(f"--{name.replace('_', '-')} is not known, and left out of this plan" for name in sorted(given.unread)),
+            *([UNREAD] if given.unread else []),
             *left_out,
             *(beginning(settings, *found.run) if found.run is not None else ()),
             *notices(settings),
