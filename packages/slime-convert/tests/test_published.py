@@ -1,7 +1,7 @@
 import pytest
 
 from slime_convert.cli import main
-from slime_convert.published import PUBLISHED, published_config
+from slime_convert.published import PUBLISHED, nearest_published, published_config
 
 # Several releases share a shape, and so a file in scripts/models; each must be found by its name.
 RELEASES = [
@@ -56,3 +56,20 @@ def test_every_published_model_is_found_by_its_makers_name():
         for model in entry.models.split(", "):
             assert published_config(f"owner/{model}") == entry.config, model
     assert published_config("Qwen/Qwen3-5B") is None and published_config("") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("Qwen3-30B-A3", "qwen3-30B-A3B"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30B-A3B"),
+        ("Qwen/Qwen2.5-32B-Instruct-GPTQ", "qwen2.5-32B-Instruct"),
+        ("qwen/qwen3-4c", "qwen3-4B"),
+        ("llama-3-8b", "llama3-8B"),
+        ("qwen3-4B-runs-of-today", None),
+        ("gpt2", None),
+        ("", None),
+    ],
+)
+def test_the_published_model_that_a_name_may_mean(name, nearest):
+    assert nearest_published(name) == nearest

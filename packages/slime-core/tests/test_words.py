@@ -26,7 +26,7 @@ def test_a_time_is_never_shown_as_zero_of_a_unit(seconds, words):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("trian", "did you mean train?"),
+        ("tarin", "did you mean train?"),
         ("train_async", "did you mean train-async?"),
         ("--lr-decay", "did you mean --lr-decay-iters or --lr-decay-style?"),
         ("--colocat", "did you mean --colocate?"),

@@ -22,7 +22,7 @@ def test_every_command_is_there_and_in_the_usage(name):
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("trian", "did you mean train?"),
+        ("tarin", "did you mean train?"),
         ("Train", "did you mean train?"),
         ("evl", "did you mean eval?"),
         ("train_async", "did you mean train-async?"),

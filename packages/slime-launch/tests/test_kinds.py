@@ -1,6 +1,7 @@
 """What a command line says about its kind of run: data, generation or recorded rollouts; trainers or none."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -88,6 +89,28 @@ def test_rows_that_fill_no_rollout_are_said(flags, to_words):
     found = checked(flags, to_words)
     assert found.settings.num_rollout == 2
     assert "--num-epoch 1: 2 of 8 rows are left over, as a rollout takes --rollout-batch-size 3" in found.said
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "said"),
+    [
+        (2, 32, "--prompt-data has 2 rows, and a rollout of --rollout-batch-size 32 has each of them 16 times"),
+        (3, 8, "--prompt-data has 3 rows, and a rollout of --rollout-batch-size 8 has each of them up to 3 times"),
+        (1, 2, "--prompt-data has 1 row, and a rollout of --rollout-batch-size 2 has it 2 times"),
+        (8, 8, ""),
+    ],
+)
+@pytest.mark.parametrize("loss", ["policy_loss", "sft_loss", "dpo_loss"])
+def test_a_rollout_that_has_rows_more_than_once_is_said(rows, size, said, loss, flags, data_flags, to_words):
+    if loss != "policy_loss":
+        flags = data_flags(loss, CONVERSATION if loss == "sft_loss" else PAIR)
+    path = Path(flags["--prompt-data"])
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:rows]))
+    flags = {name: value for name, value in flags.items() if name != "--global-batch-size"}
+    found = checked(flags | {"--rollout-batch-size": str(size)}, to_words)
+    lines = [line for line in found.said if line.startswith("--prompt-data has ")]
+    assert [line.partition(";")[0] for line in lines] == ([said] if said else [])
+    assert all(line.endswith(f"--rollout-batch-size {rows} or less") for line in lines)
 
 
 @pytest.mark.parametrize(

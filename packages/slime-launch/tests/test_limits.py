@@ -116,7 +116,8 @@ def test_limits_beyond_the_models_are_told(command, workspace):
         in said[0]
     )
     assert said[1] == "--rollout-max-context-len 600 is more than the model's context, 512: that counts"
-    assert command("--rollout-max-response-len", "509").said == []
+    one = {"--rollout-batch-size": "1", "--global-batch-size": "2"}  # as there is one row
+    assert command("--rollout-max-response-len", "509", **one).said == []
 
 
 def test_a_plan_counts_what_the_run_uses(command, flags, to_words, workspace, capsys):

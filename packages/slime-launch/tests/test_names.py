@@ -7,6 +7,8 @@ import json
 import pytest
 from huggingface_hub import constants
 
+from slime_launch import train
+from slime_launch.cli import main
 from slime_launch.errors import PreflightError, Problems
 from slime_launch.flags import parse_train
 from slime_launch.names import local_model, with_paths
@@ -73,6 +75,38 @@ def test_what_is_missing_is_named_by_its_flag_and_the_others_are_found(snapshot,
     settings = resolved(to_words(flags | {"--hf-checkpoint": NAME, "--load": NAME, "--ref-load": OTHER}), problem)
     assert settings.megatron.ref_load == OTHER
     assert settings.rollout.data.hf_checkpoint == settings.megatron.load == str(snapshot)
+
+
+PUBLISHED = "did you mean qwen3-30B-A3B? A plan takes that published name"
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Qwen3-30B-A3", f"is not a directory; {PUBLISHED}, and a run a directory or a name on the Hub"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", f"where there is a network; {PUBLISHED}"),
+        ("owner/other", "or run `hf download owner/other` where there is a network"),
+    ],
+)
+@pytest.mark.parametrize("flag", ["--hf-checkpoint", "--load", "--ref-load", "--critic-load", "--opd-teacher-load"])
+def test_a_model_that_is_not_there_is_one_error_that_names_its_flag_and_the_nearest_published_one(
+    snapshot, flags, to_words, capsys, monkeypatch, command, name, said, flag
+):
+    needs = {
+        "--critic-load": {"--advantage-estimator": "ppo"},
+        "--opd-teacher-load": {"--use-opd": None, "--opd-type": "megatron"},
+    }
+    monkeypatch.setattr(train, "supervise", None)
+    monkeypatch.setenv("RAY_ADDRESS", "none")  # or a process is started while the command is checked
+    assert main([command, *to_words(flags | needs.get(flag, {}) | {flag: name})]) == 2
+    lines = [line.removeprefix("slime-launch: ") for line in capsys.readouterr().err.splitlines()]
+    [line] = [line for line in lines if name in line]
+    assert line.startswith(f"{flag} {name} is not a directory") and line.endswith(said)
+
+
+def test_a_run_with_a_published_name_is_told_that_plans_alone_take_it(flags, to_words):
+    resolved(to_words(flags | {"--hf-checkpoint": "Qwen3-4B"}), "a plan takes the published Qwen3-4B, and a run a")
 
 
 def test_a_load_that_is_not_there_yet_may_look_like_a_name(snapshot, flags, to_words):

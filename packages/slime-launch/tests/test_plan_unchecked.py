@@ -67,6 +67,26 @@ def test_layers_for_gpus_are_refused_without_one_and_planned_for_one(planned):
     assert planned("--device", "h100", "--transformer-impl", "transformer_engine", *words)[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "made", "code", "rows"),
+    [
+        (["--eval-prompt-data", "held", "held.jsonl"], True, 0, 2),
+        (["--eval-prompt-data", "held", "held.jsonl"], False, 2, None),
+        (["--eval-prompt-data", "held", "held.jsonl", "--device", "h100"], False, 0, None),
+        (["--eval-prompt-data", "held", "held.jsonl", "--streaming-data"], True, 0, 2),
+    ],
+)
+def test_an_evaluation_has_a_time_only_where_its_rows_were_counted(words, made, code, rows, planned, workspace):
+    if made:
+        (workspace / "held.jsonl").write_text('{"prompt": "1 + 1 =", "label": "2"}\n' * 2)
+    found, plan, _ = planned(*words)
+    times = [one for one in plan["times"] if one["phase"] == "evaluate"]
+    said = [line for line in plan["notices"] if "held-out set held were not counted: the time of their evalua" in line]
+    assert (found, len(times), len(said)) == ((code, 1, 0) if rows else (code, 0, 1))
+    assert all((one["of"], one["times"]) == (f"{rows} held-out samples", 2) for one in times)
+    assert any(one["phase"] == "generate" for one in plan["times"])
+
+
 @pytest.mark.parametrize("words", [["--lrr", "3"], ["--bf-16"], ["--lr", "abc"], ["--rollout-batch-siz", "3"]])
 def test_a_plan_without_what_could_not_be_read_says_so_once_and_names_no_other_flag(words, planned):
     code, plan, problems = planned(*words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,6 +39,9 @@ PUBLISHED: Mapping[str, PublishedModel] = {
 }
 """Published shapes by the name of their file in ``scripts/models``."""
 
+_ALIKE = 0.8
+"""How like a published name another one must be to mean it."""
+
 
 def published_config(model: str) -> Mapping[str, Any] | None:
     """The config of a published model, by a name of :data:`PUBLISHED`, its maker's or the Hub's; ``None`` if unknown.
@@ -49,6 +53,18 @@ def published_config(model: str) -> Mapping[str, Any] | None:
         if plain in (name.casefold(), *entry.models.casefold().split(", ")):
             return entry.config
     return None
+
+
+def nearest_published(model: str) -> str | None:
+    """The name of :data:`PUBLISHED` that is most like a name, or that a name on the Hub begins with, or ``None``.
+
+    ``Qwen3-30B-A3`` and ``Qwen/Qwen3-30B-A3B-Instruct`` mean ``qwen3-30B-A3B``.
+    """
+    owner, _, plain = model.casefold().rpartition("/")
+    names = {one.casefold(): name for name, entry in PUBLISHED.items() for one in (name, *entry.models.split(", "))}
+    begins = [one for one in names if plain.startswith(f"{one}-")] if owner else []
+    near = [max(begins, key=len)] if begins else difflib.get_close_matches(plain, names, n=1, cutoff=_ALIKE)
+    return names[near[0]] if near else None
 
 
 _HEADER = ("name", "family", "layers", "hidden", "ffn", "heads", "groups", "experts", "vocab", "rope base", "models")
@@ -84,8 +100,10 @@ def flags_text(model: str) -> str:
     elif model in PUBLISHED:
         shape = PUBLISHED[model].shape
     else:
+        near = nearest_published(model)
         raise HfConfigError(
-            f"there is no directory {model}, and no published model of that name; slime-convert list-models prints them"
+            f"there is no directory {model}, and no published model of that name; "
+            f"{f'did you mean {near}? ' if near else ''}slime-convert list-models prints them"
         )
     lines: list[str] = []
     for word in shape.to_megatron_flags():

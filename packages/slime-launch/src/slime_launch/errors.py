@@ -37,13 +37,18 @@ class Problems:
     def __init__(self, known: Iterable[str] = (), unread: Collection[str] = ()) -> None:
         self._found: dict[str, Exception] = {line: ConfigError(line) for line in known}
         self._unread = unread
+        self._settled: set[str] = set()
+
+    def settle(self, name: str) -> None:
+        """Leave out what is said from now on of a name, such as that of a model that is not there."""
+        self._settled.add(name)
 
     def attempt(self, check: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
         """What a check returns; ``None`` if it found a problem."""
         try:
             return check(*args, **kwargs)
         except (SlimeError, ConvertError) as error:
-            lines = [line for line in about_read(str(error).splitlines(), self._unread) if line not in self.lines]
+            lines = [line for line in about_read(str(error).splitlines(), self._unread) if self._is_new(line)]
             if lines == str(error).splitlines():
                 self._found.setdefault(str(error), error)
             elif lines:
@@ -53,6 +58,9 @@ class Problems:
                 raise
             # It was not made for the values that were reported already.
         return None
+
+    def _is_new(self, line: str) -> bool:
+        return line not in self.lines and self._settled.isdisjoint(line.replace(",", "").split())
 
     @property
     def lines(self) -> list[str]:

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from slime_convert.published import published_config
+from slime_convert.published import nearest_published, published_config
 from slime_core.flags import collected_problems
 from slime_launch.config import Settings
 from slime_launch.errors import PreflightError, Problems
@@ -44,7 +44,10 @@ def with_paths(settings: Settings, problems: Problems, *, weights: bool = True) 
                 paths[name] = local_model(name, flag_name(key), weights=weights)
             paths.setdefault(name, name)
         elif name not in paths:
-            paths[name] = problems.attempt(local_model, name, flag_name(key), weights=weights) or name
+            found = problems.attempt(local_model, name, flag_name(key), weights=weights)
+            paths[name] = found or name
+            if found is None:
+                problems.settle(name)
     megatron, rollout, engine = settings.megatron, settings.rollout, settings.engine
     with collected_problems():  # what is wrong with the other values is reported by the preflight
         if any(path != name for name, path in paths.items()):
@@ -92,12 +95,17 @@ def local_model(name: str, flag: str = "--hf-checkpoint", *, weights: bool = Tru
     Errors name the ``flag``.
 
     Raises:
-        PreflightError: It is not in the Hub's cache and cannot be downloaded.
+        PreflightError: It is not in the Hub's cache and cannot be downloaded, or is not a directory but like the name
+            of a published model.
     """
     if Path(name).exists():
         return name
     if not HUB_NAME.fullmatch(name):
-        return name if weights else _published(name) or name
+        described = None if weights else _published(name)
+        if described is None and (advice := _published_advice(name)):
+            advice = f"{advice}, and a run a directory or a name on the Hub"
+            raise PreflightError(f"{flag} {name} is not a directory; {advice}")
+        return described or name
     from huggingface_hub import constants, snapshot_download
 
     reason = "it lacks files"
@@ -112,10 +120,20 @@ def local_model(name: str, flag: str = "--hf-checkpoint", *, weights: bool = Tru
                 return found
     if not weights and (described := _published(name)):
         return described
+    advice = "" if published_config(name) else _published_advice(name)
     raise PreflightError(
         f"{flag} {name} is not a directory, is not complete in the Hub's cache {constants.HF_HUB_CACHE}, "
         f"and cannot be downloaded ({reason}); give a directory, or run `hf download {name}` where there is a network"
+        f"{f'; {advice}' if advice else ''}"
     )
+
+
+def _published_advice(name: str) -> str:
+    """Which published model a name may mean, for a plan; empty if none."""
+    if published_config(name) is not None:
+        return f"a plan takes the published {name.rpartition('/')[2]}"
+    near = nearest_published(name)
+    return f"did you mean {near}? A plan takes that published name" if near else ""
 
 
 def is_published(directory: Path) -> bool:

@@ -211,24 +211,32 @@ def look(
         rows=rows,
         not_here=not_here,
         measured=measured,
-        said=[*(notes or ()), *(limits or ()), *measured.notices, *_left_over(settings, rows or {})],
+        said=[*(notes or ()), *(limits or ()), *measured.notices, *_row_notes(settings, rows or {})],
     )
 
 
-def _left_over(settings: Settings, rows: Mapping[str, int]) -> list[str]:
-    """The rows of ``--num-epoch`` that fill no rollout, in a line."""
-    run, size = settings.run, settings.rollout.selection.rollout_batch_size
-    counts = [rows.get(path) for path in settings.rollout.data.prompt_paths]
-    if run.num_epoch is None or "num_rollout" in settings.origins or None in counts:
+def _row_notes(settings: Settings, rows: Mapping[str, int]) -> list[str]:
+    """The rows of ``--num-epoch`` that fill no rollout, and rows that a rollout has more than once, a line each."""
+    run, selection = settings.run, settings.rollout.selection
+    counts, size = [rows.get(path) for path in settings.rollout.data.prompt_paths], selection.rollout_batch_size
+    if not counts or None in counts:
         return []
-    given = run.num_epoch * sum(filter(None, counts))
+    lines, there = [], sum(filter(None, counts))
+    given = there * (run.num_epoch or 0)
     left = given - settings.num_rollout * size
-    if left <= 0:
-        return []
-    return [
-        f"--num-epoch {run.num_epoch}: {left} of {counted(given, 'row')} are left over, as a rollout takes "
-        f"--rollout-batch-size {size}"
-    ]
+    if run.num_epoch is not None and "num_rollout" not in settings.origins and left > 0:
+        lines.append(
+            f"--num-epoch {run.num_epoch}: {left} of {counted(given, 'row')} are left over, as a rollout takes "
+            f"--rollout-batch-size {size}"
+        )
+    if 0 < there < size and not settings.only_evaluates and settings.rollout.data.data_source_path is None:
+        has, most = ("row", "it") if there == 1 else ("rows", "each of them")
+        times = f"{size // there} times" if size % there == 0 else f"up to {-(-size // there)} times"
+        lines.append(
+            f"--prompt-data has {there:,} {has}, and a rollout of --rollout-batch-size {size:,} has {most} {times}; "
+            f"give more rows, or --rollout-batch-size {there} or less"
+        )
+    return lines
 
 
 def _check_functions(settings: Settings, problems: Problems) -> None:

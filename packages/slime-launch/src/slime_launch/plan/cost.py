@@ -108,7 +108,7 @@ def phase_times(
     if saves:
         found.append(_saving(settings, shape, len(saves)))
     if evaluations and (generating or not settings.generates):
-        found.append(_evaluation(settings, shape, device, generating, sizes, rows, len(evaluations)))
+        found += _evaluation(settings, shape, device, generating, sizes, rows, len(evaluations))
     return [one for one in found if one.times]
 
 
@@ -167,11 +167,13 @@ def _evaluation(
     sizes: Sizes,
     rows: Mapping[str, int],
     times: int,
-) -> PhaseTime:
-    """All held-out sets whose rows were counted: their responses, or a forward pass over their rows."""
-    seconds, samples = 0.0, 0
+) -> list[PhaseTime]:
+    """All held-out sets whose rows were counted, if any: their responses, or a forward pass over their rows."""
+    seconds, samples, uncounted = 0.0, 0, uncounted_sets(settings, rows)
     for held_out in read_eval_sets(settings.rollout):
-        prompts = rows.get(held_out.path, 0)
+        if held_out.name in uncounted:
+            continue
+        prompts = rows[held_out.path]
         if generating:
             limit = min(held_out.max_context_len or shape.max_position_embeddings, shape.max_position_embeddings)
             response = max(1, min(held_out.max_response_len, limit - sizes.prompt_tokens))
@@ -186,7 +188,14 @@ def _evaluation(
             own = dataclasses.replace(sizes, prompts=prompts, samples=prompts * settings.samples_per_prompt)
             seconds += own.samples * flops_model(shape).forward(own.sample_tokens) / _training_rate(settings, device)
         samples += own.samples
-    return PhaseTime(phase="evaluate", seconds=seconds, of=f"{samples:,} held-out samples", times=times)
+    without = f", without {', '.join(uncounted)}" if uncounted else ""
+    of = f"{samples:,} held-out samples{without}"
+    return [PhaseTime(phase="evaluate", seconds=seconds, of=of, times=times)] if samples else []
+
+
+def uncounted_sets(settings: Settings, rows: Mapping[str, int]) -> list[str]:
+    """The names of the held-out sets whose rows are not known."""
+    return [one.name for one in read_eval_sets(settings.rollout) if one.path not in rows]
 
 
 def _training_rate(settings: Settings, device: Device) -> float:

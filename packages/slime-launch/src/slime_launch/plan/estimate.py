@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from slime_convert.shape import ModelShape
 from slime_launch.config import Settings
 from slime_launch.devices import Device
 from slime_launch.errors import Problems
 from slime_launch.overrides import Overrides
-from slime_launch.plan.cost import PhaseTime, Sizes, phase_times, with_delta
+from slime_launch.plan.cost import PhaseTime, Sizes, phase_times, uncounted_sets, with_delta
 from slime_launch.plan.engines import EngineGroup, EngineMemory, engine_memory, engine_weights, shape_of
 from slime_launch.plan.fit import check_engine, check_phases, check_trainer
 from slime_launch.plan.layout import Batch, Node, batch_of, route_of, sizes_of
@@ -66,6 +68,16 @@ class Estimate:
             problems.attempt(check_engine, device, engine, self.sizes)
         given = (settings, shape, device, self.engines, self.sizes, self.transports)
         self.times = problems.attempt(phase_times, *given, trainer=self.trainer, rows=found.rows or {}) or []
+        self._add_uncounted(settings, found.rows or {}, problems)
+
+    def _add_uncounted(self, settings: Settings, rows: Mapping[str, int], problems: Problems) -> None:
+        """The held-out sets whose rows were not counted, as they are in no time."""
+        uncounted = [] if settings.is_recorded else problems.attempt(uncounted_sets, settings, rows) or []
+        if uncounted and self.times:
+            self.notices.append(
+                f"the rows of the held-out set{'s' * (len(uncounted) > 1)} {', '.join(uncounted)} were not counted: "
+                "the time of their evaluation is not in this plan"
+            )
 
     def _add_engines(
         self, settings: Settings, shape: ModelShape, groups: list[EngineGroup], device: Device, problems: Problems
