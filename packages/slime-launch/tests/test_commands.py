@@ -80,6 +80,26 @@ def test_train_async_generates_one_rollout_ahead_unless_told(words, passed, monk
     assert seen == [passed]
 
 
+@pytest.mark.parametrize(
+    ("words", "file", "is_said"),
+    [
+        ("--num-rollout 3", "", True),
+        ("--num-rollout=3", "", True),
+        ("", "num_rollout = 3", True),
+        ("--num-rollout 0", "num_rollout = 3", False),
+        ("--num-rollout 0", "", False),
+        ("", "", False),
+    ],
+)
+def test_eval_says_that_a_number_of_rollouts_has_no_effect(words, file, is_said, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(train, "train", lambda argv, notes=(): seen.append((argv[-2:], list(notes))) or 0)
+    (tmp_path / "run.toml").write_text(file)
+    assert main(["eval", *words.split(), "--config", str(tmp_path / "run.toml")]) == 0
+    said = ["no effect, as there is no rollout, only evaluation: --num-rollout"]
+    assert seen == [(["--num-rollout", "0"], said if is_said else [])]
+
+
 def test_a_job_is_printed_as_a_command_that_runs_it(flags, to_words, capsys, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     words = [*to_words(flags), "--train-env-vars", '{"A": "b c"}']

@@ -6,7 +6,7 @@ The cases are made of the rows: the flag with what it needs, and without, throug
 import pytest
 
 from slime_core.flags import flag_specs
-from slime_core.needs import GENERATES, LAGS, SAMPLES, SCORES, TRAINERS, TRAINS, UPDATES, Condition
+from slime_core.needs import GENERATES, LAGS, ROLLOUTS, SAMPLES, SCORES, TRAINERS, TRAINS, UPDATES, Condition
 from slime_launch.config import CONFIGS
 from slime_launch.flags import read_train
 from slime_launch.idle import idle_notes
@@ -25,6 +25,7 @@ ABSENT = {
     TRAINS: "--debug-rollout-only",
     TRAINERS: "--debug-rollout-only",
     UPDATES: "--debug-rollout-only",
+    ROLLOUTS: "--num-rollout 0",
     LAGS: "",
 }
 """What makes a run another than of a kind."""
@@ -183,6 +184,26 @@ def test_a_value_that_asks_for_nothing_is_named_and_goes_through(words, line):
     settings, refused, _ = idle(f"{BASE} {words}")
     assert refused == []
     assert any(line in found for found in notices(settings)), notices(settings)
+
+
+@pytest.mark.parametrize("load", ["", "--load dist"])
+def test_what_an_evaluation_does_not_look_at_is_named(load):
+    """Rollouts, optimizer and saves, with trainers that only send weights and without any."""
+    rollouts = "--num-epoch 3 --rollout-shuffle --over-sampling-batch-size 8 --log-passrate --eval-interval 5"
+    optimizer = "--lr 1e-5 --weight-decay 0.1 --lr-warmup-iters 3 --clip-grad 2 --freeze-params-name-list a"
+    saves = "--save-interval 2 --num-steps-per-rollout 2"
+    words = (
+        f"--hf-checkpoint hf --rollout-batch-size 1 --eval-prompt-data a b --num-rollout 0 --rollout-num-gpus 1 {load}"
+    )
+    settings, refused, noted = idle(f"{words} --save s {rollouts} {optimizer} {saves}")
+    assert refused == []
+    said = {line.partition(": ")[0]: names(line.partition(":")[2]) for line in noted}
+    none = "no effect, as there are no trainers"
+    kept = "no effect, as weights stay as they are"
+    assert said.pop("no effect, as there is no rollout, only evaluation") == names(rollouts)
+    assert names(f"{optimizer} {saves}") == set().union(*said.values())
+    assert set(said) == ({kept} if load else {kept, none})
+    assert not any(line.startswith("--num-epoch") for line in notices(settings))
 
 
 def test_a_file_of_settings_refuses_like_the_command_line_and_defaults_never_do(tmp_path):

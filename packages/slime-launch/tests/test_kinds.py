@@ -205,7 +205,7 @@ def test_recorded_rollouts_need_no_data(flags, to_words, tmp_path):
 )
 def test_short_commands(name, words, passed, monkeypatch):
     seen = []
-    monkeypatch.setattr(train, "train", lambda argv: seen.append(argv) or 0)
+    monkeypatch.setattr(train, "train", lambda argv, notes=(): seen.append(argv) or 0)
     assert main([name, *words]) == 0
     assert seen == [passed]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime_core.config import POLICY, AlgorithmConfig
 from slime_core.flags import Config, flag, flag_specs, flag_values, template_problem
-from slime_core.needs import GENERATES, SAMPLES, TRAINERS, UPDATES, given
+from slime_core.needs import GENERATES, ROLLOUTS, SAMPLES, TRAINERS, UPDATES, given
 from slime_launch.redact import HIDDEN, without_secrets
 from slime_megatron.config import MegatronConfig
 from slime_rollout.config import SFT_ROLLOUT, RolloutConfig
@@ -187,6 +187,7 @@ class RunConfig(Config, needs=()):
         help="in place of --num-rollout: times the rows of --prompt-data, divided by --rollout-batch-size",
         least=1,
         may_change=True,
+        needs=ROLLOUTS,
     )
     config: str | None = flag(
         None,
@@ -210,7 +211,7 @@ class RunConfig(Config, needs=()):
         help="rollouts between two evaluations; first and last only unless given",
         least=1,
         may_change=True,
-        needs=HELD_OUT,
+        needs=(*HELD_OUT, ROLLOUTS),
     )
     stall_timeout: float = flag(
         3600.0,
@@ -221,7 +222,7 @@ class RunConfig(Config, needs=()):
         may_change=True,
     )
     skip_eval_before_train: bool = flag(
-        False, help="leave out the evaluation before the first rollout", may_change=True, needs=HELD_OUT
+        False, help="leave out the evaluation before the first rollout", may_change=True, needs=(*HELD_OUT, ROLLOUTS)
     )
     output_dir: str | None = flag(
         None,
@@ -298,7 +299,10 @@ class RunConfig(Config, needs=()):
         needs=given("max_logprob_drift"),
     )
     log_passrate: bool = flag(
-        False, help="track pass@1, pass@2, pass@4 … of the samples that are trained on", may_change=True, needs=SAMPLES
+        False,
+        help="track pass@1, pass@2, pass@4 … of the samples that are trained on",
+        may_change=True,
+        needs=(SAMPLES, ROLLOUTS),
     )
     disable_tensorboard: bool = flag(
         False, help="write no TensorBoard files; metrics.jsonl is always written", may_change=True

@@ -60,6 +60,7 @@ def missing_kinds(settings: Settings) -> dict[str, Lack]:
         needs.LAGS: None if settings.rollout.may_lag else by_mode,
         needs.TRAINERS: None if settings.trains else by_mode,
         needs.UPDATES: by_mode if evaluates else None,
+        needs.ROLLOUTS: by_mode if settings.only_evaluates else None,
     }
     return {str(need.kind): lack for need, lack in lacks.items() if lack is not None}
 

@@ -9,7 +9,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from slime_launch.errors import FlagError
 from slime_launch.flags import OTHERS, command, read_train, train_groups
 from slime_launch.parser import leading_strays, unexpected
 from slime_launch.short_help import print_help
+from slime_launch.translate import items
 
 if TYPE_CHECKING:
     from slime_launch.config import ClusterConfig, Settings
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 STOP_SECONDS = 10.0
 KILLED = (128 + 6, 128 + 9, 128 + 11)  # SIGABRT, SIGKILL, SIGSEGV
 ASYNC_BUFFER = "--async-buffer-size"
+NO_ROLLOUT = "no effect, as there is no rollout, only evaluation: --num-rollout"
 
 
 def train_async(argv: list[str]) -> int:
@@ -47,7 +49,9 @@ def evaluate(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print_help("eval")
         return 0
-    return train([*after(["--rollout-batch-size", "1"], argv), "--num-rollout", "0"])
+    words = after(["--rollout-batch-size", "1"], argv)
+    given = [item.values for item in items(with_config(words).words) if item.name == "--num-rollout"]
+    return train([*words, "--num-rollout", "0"], notes=[NO_ROLLOUT] if given and given[-1] != ("0",) else [])
 
 
 def after(defaults: list[str], argv: list[str]) -> list[str]:
@@ -61,8 +65,8 @@ def after(defaults: list[str], argv: list[str]) -> list[str]:
     return [*defaults, *argv]
 
 
-def train(argv: list[str]) -> int:
-    """Check the command, then run it; returns its exit code."""
+def train(argv: list[str], *, notes: Sequence[str] = ()) -> int:
+    """Check the command, then run it, with ``notes`` about it; returns its exit code."""
     if "--help" in argv or "-h" in argv:
         command(argv)[1].print_help()
         return 0
@@ -71,6 +75,7 @@ def train(argv: list[str]) -> int:
             print("\n".join(lines(argv)))
             return 0
     settings, contradictions = read_train(argv)
+    settings = dataclasses.replace(settings, notes=(*settings.notes, *notes))
     with contextlib.ExitStack() as stack:
         run: Callable[[Checked, Path], int] = supervise
         if not contradictions and not os.environ.get("RAY_ADDRESS"):

@@ -312,7 +312,7 @@ def _notices_of_kind(settings: Settings) -> list[str]:
             "so equal models differ, too (SmolLM2-135M at 0.6: by 0.34 nats a token); give 1, or --opd-type megatron, "
             "which has both at the same"
         )
-    if run.num_epoch is not None:
+    if run.num_epoch is not None and not settings.only_evaluates:
         lines.append(f"--num-epoch {run.num_epoch}: {counted(settings.num_rollout, 'rollout')}")
     if settings.engines_sleep and settings.engine.sglang_config is not None:
         lines.append("engines of other models than the trained one keep their memory: only its weights are sent again")

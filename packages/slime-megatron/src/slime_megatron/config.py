@@ -30,7 +30,8 @@ _EXACT = "log-probs of the engine and of the trainer would differ"
 
 CRITIC_TRAINS = (TRAINERS, *CRITIC)
 FULL = given("recompute_granularity", "full")
-SAVES = (given("save"), UPDATES)
+SAVES = (UPDATES, given("save"))
+OPTIMIZES = (TRAINERS, UPDATES)
 
 
 def _only(value: float, help: str, advice: str) -> Any:
@@ -126,9 +127,13 @@ class MegatronConfig(RateConfig, needs=TRAINERS):
         None,
         metavar="PATTERN",
         help="train only weights in whose Megatron name one of these regular expressions is found",
+        needs=OPTIMIZES,
     )
     freeze_params_name_list: tuple[str, ...] | None = flag(
-        None, metavar="PATTERN", help="do not train weights in whose Megatron name one of these is found"
+        None,
+        metavar="PATTERN",
+        help="do not train weights in whose Megatron name one of these is found",
+        needs=OPTIMIZES,
     )
     lora_rank: int | None = flag(None, help="train adapters of this rank (LoRA) instead of the weights", least=1)
     lora_alpha: float | None = flag(
@@ -194,20 +199,32 @@ class MegatronConfig(RateConfig, needs=TRAINERS):
         False, help="compute every sum in the same order in each run; slower on a GPU", may_change=True
     )
 
-    optimizer: str = flag("adam", choices=OPTIMIZERS, help="adam is AdamW: the weight decay is decoupled")
-    weight_decay: float = flag(0.01, help="decoupled weight decay of matrices; vectors get none", least=0)
-    adam_beta1: float = flag(0.9, help="Adam's decay rate of the mean gradient", least=0, below=1)
-    adam_beta2: float = flag(0.999, help="Adam's decay rate of the mean squared gradient", least=0, below=1)
+    optimizer: str = flag(
+        "adam", choices=OPTIMIZERS, help="adam is AdamW: the weight decay is decoupled", needs=OPTIMIZES
+    )
+    weight_decay: float = flag(
+        0.01, help="decoupled weight decay of matrices; vectors get none", least=0, needs=OPTIMIZES
+    )
+    adam_beta1: float = flag(0.9, help="Adam's decay rate of the mean gradient", least=0, below=1, needs=OPTIMIZES)
+    adam_beta2: float = flag(
+        0.999, help="Adam's decay rate of the mean squared gradient", least=0, below=1, needs=OPTIMIZES
+    )
     adam_eps: float = flag(
         1e-8,
         help="term added to Adam's denominator",
         above=0,
         advice="where a gradient is 0, Adam divides by it; 1e-8 is usual",
+        needs=OPTIMIZES,
     )
     reset_optimizer_states: bool = flag(
-        False, help="begin every rollout's steps with Adam's moments and step count at 0", may_change=True
+        False,
+        help="begin every rollout's steps with Adam's moments and step count at 0",
+        may_change=True,
+        needs=OPTIMIZES,
     )
-    clip_grad: float = flag(1.0, help="largest norm of the global gradient; 0 for no clipping", least=0)
+    clip_grad: float = flag(
+        1.0, help="largest norm of the global gradient; 0 for no clipping", least=0, needs=OPTIMIZES
+    )
     use_distributed_optimizer: bool = flag(
         False, help="split the optimizer's state over the data-parallel ranks; the launcher's default on CUDA"
     )

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slime_core.flags import Config, flag
-from slime_core.needs import TRAINERS, given
+from slime_core.needs import TRAINERS, UPDATES, given
 
 LR_DECAY_STYLES = ("constant", "linear", "cosine")
 DECAYS = given("lr_decay_style", "linear", "cosine")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RateConfig(Config, needs=TRAINERS):
+class RateConfig(Config, needs=(TRAINERS, UPDATES)):
     """The learning rate of each optimizer step; base of :class:`slime_megatron.config.MegatronConfig`."""
 
     lr: float = flag(1e-6, help="peak learning rate", least=0)

@@ -8,7 +8,7 @@ from typing import Any
 
 from slime_core.errors import ConfigError
 from slime_core.flags import Config, flag
-from slime_core.needs import GENERATES, LAGS, SAMPLES, UPDATES, given
+from slime_core.needs import GENERATES, LAGS, ROLLOUTS, SAMPLES, UPDATES, given
 from slime_rollout.hook_config import CALLED, HELD_OUT, TIMED_HOOKS, HookConfig, any_given
 from slime_rollout.reward_config import (
     RewardConfig,
@@ -70,7 +70,7 @@ class DataConfig(Config, needs=()):
         None,
         help="custom function (args, buffer, num_samples) that chooses from the buffer",
         metavar="PATH",
-        needs=GENERATES,
+        needs=(GENERATES, ROLLOUTS),
     )
     apply_chat_template: bool = flag(False, help="render prompts with the tokenizer's chat template")
     apply_chat_template_kwargs: str = flag(
@@ -111,7 +111,7 @@ class DataConfig(Config, needs=()):
     num_data_workers: int = flag(
         0, help="processes that tokenize --prompt-data ahead; 0 for none", unit="processes", least=0, may_change=True
     )
-    rollout_shuffle: bool = flag(False, help="shuffle the prompts in every epoch")
+    rollout_shuffle: bool = flag(False, help="shuffle the prompts in every epoch", needs=ROLLOUTS)
     rollout_seed: int = flag(
         42,
         help="seed of that shuffle",
@@ -278,7 +278,11 @@ class SelectionConfig(Config, needs=GENERATES):
         1, help="samples of each prompt: the size of a group", unit="samples", least=1, needs=()
     )
     over_sampling_batch_size: int | None = flag(
-        None, help="prompts in flight; the first to finish are trained on, the others go back", unit="prompts", least=1
+        None,
+        help="prompts in flight; the first to finish are trained on, the others go back",
+        unit="prompts",
+        least=1,
+        needs=(GENERATES, ROLLOUTS),
     )
     dynamic_sampling_filter_path: str | None = flag(
         None,
@@ -286,13 +290,14 @@ class SelectionConfig(Config, needs=GENERATES):
         "slime_rollout.filters.check_reward_nonzero_std; others are generated for those that are not, with "
         "check_reward_nonzero_std_with_fallback only what is in flight",
         metavar="PATH",
+        needs=(GENERATES, ROLLOUTS),
     )
     dynamic_sampling_max_prompts: int | None = flag(
         None,
         help="most prompts tried for one rollout; 32 times those in flight if not given",
         unit="prompts",
         least=1,
-        needs=(GENERATES, DROPS),
+        needs=(GENERATES, ROLLOUTS, DROPS),
     )
     partial_rollout: bool = flag(
         False,

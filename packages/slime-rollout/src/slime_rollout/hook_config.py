@@ -7,7 +7,7 @@ import operator
 from dataclasses import dataclass
 
 from slime_core.flags import Config, flag
-from slime_core.needs import GENERATES, SAMPLES, SCORES, TRAINS, Need, given
+from slime_core.needs import GENERATES, ROLLOUTS, SAMPLES, SCORES, TRAINS, Need, given
 
 HELD_OUT = (SCORES, given("eval_prompt_data") | given("eval_config"))
 
@@ -61,7 +61,7 @@ class HookConfig(Config, needs=GENERATES):
         None,
         help="function (args, samples) to raw rewards and rewards, in place of the estimator's normalization",
         metavar="PATH",
-        needs=SAMPLES,
+        needs=(SAMPLES, ROLLOUTS),
     )
     rollout_data_postprocess_path: str | None = flag(
         None,
@@ -74,6 +74,7 @@ class HookConfig(Config, needs=GENERATES):
         help="function (rollout_id, args, samples, extra_metrics, rollout_time); true leaves out the usual metrics",
         metavar="PATH",
         may_change=True,
+        needs=(GENERATES, ROLLOUTS),
     )
     custom_eval_rollout_log_function_path: str | None = flag(
         None,
