@@ -101,7 +101,9 @@ def test_engines_that_get_the_same_weights_later_are_asked_with_the_others(halve
     canary.sent(dataclasses.replace(CHANNEL, engine_urls=("http://a",)), 3, poll)
     canary.sent(dataclasses.replace(CHANNEL, engine_urls=("http://b",)), 3, poll)
     halves.off |= {"http://a": 1.0, "http://b": 1.0}
-    with pytest.raises(RunError, match="2 of 2 engines"):
+    with pytest.raises(
+        RunError, match=r"version 3: 2 of 2 engines .*a by 1 nats in reading, http://b by 1 nats .*; 0\.001 is allowed"
+    ):
         canary.check(poll)
 
 
@@ -136,7 +138,9 @@ def test_a_difference_ends_the_run_and_names_the_cause(halves, cause, words):
     with pytest.raises(RunError, match=words) as caught:
         canary.check(poll)
     text = str(caught.value)
-    assert "weight version 7: 1 of 2 engines" in text and "http://b by 0.25 nats in reading" in text
+    assert (
+        "weight version 7: 1 of 2 engines" in text and "b by 0.25 nats in reading for a token; 0.001 is allowed" in text
+    )
     assert halves.calls == ["trainer", "engines", "memory", "inspect 7"]
 
 
@@ -145,7 +149,8 @@ def test_a_difference_in_decoding_alone_ends_the_run(halves):
     canary.sent(CHANNEL, 7, poll)
     halves.decoded = 1.0
     with pytest.raises(
-        RunError, match=r"http://a by 0\.5 nats in decoding.*computes again what it derives from weights"
+        RunError,
+        match=r"7: 2 of 2 .*a by 0\.5 nats in decoding, http://b by 0\.5 .*computes again what it derives from weights",
     ):
         canary.check(poll)
 

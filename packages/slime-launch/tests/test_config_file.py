@@ -185,7 +185,7 @@ def test_an_unknown_name_is_answered_as_a_flag_is(flags, tmp_path):
         ("no.toml", None, "no.toml does not exist"),
         ("run.toml", "lr = ", "cannot be read"),
         ("run.yaml", "[1]", "holds no flags"),
-        ("run.yaml", "lr: 1\nlr: 2", "the key lr is there twice"),
+        ("run.yaml", "lr: 1\nlr: 2", "line 2: invalid YAML: the key lr is there twice"),
         ("run.json", "{}", "must end in .toml, .yaml or .yml"),
         ("run.toml", "lr = 1979-05-27", "cannot be the value of a flag"),
         ("run.toml", 'config = "other.toml"', "names another file"),

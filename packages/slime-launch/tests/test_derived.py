@@ -38,10 +38,14 @@ def test_a_batch_size_alone_says_the_number_of_steps(small, to_words):
     assert global_batch_size(settings) == 8
     assert "num_steps_per_rollout" not in settings.origins
     odd = read_train(to_words(small | {"--global-batch-size": "6"}))[0]
-    with pytest.raises(ConfigError, match="must equal global_batch_size"):
+    with pytest.raises(
+        ConfigError, match=r"\(4\) × n_samples_per_prompt \(4\) = 16 must .*\(6\) .* \(1\); set --global-batch-size 16$"
+    ):
         global_batch_size(odd)
     both = read_train(to_words(small | {"--global-batch-size": "8", "--num-steps-per-rollout": "1"}))[0]
-    with pytest.raises(ConfigError, match="must equal global_batch_size"):
+    with pytest.raises(
+        ConfigError, match=r"= 16 must equal global_batch_size \(8\) × num_steps_per_rollout \(1\); set --gl"
+    ):
         global_batch_size(both)
 
 

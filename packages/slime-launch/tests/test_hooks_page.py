@@ -7,6 +7,7 @@ import pytest
 
 from slime_core.errors import ConfigError
 from slime_core.hooks import HookArgs
+from slime_core.words import counted
 from slime_megatron.start import FUNCTIONS, load_given
 from slime_rollout.config import RolloutConfig
 from slime_rollout.hooks import HOOKS
@@ -36,6 +37,11 @@ def _write(path, row, form):
     return f"{path}:own"
 
 
+CALLED_BY_NAMES = ("data_source_path", "custom_generate_function_path", "rollout_sample_hook_path")
+CALLED_BY_NAMES += ("rollout_function_path", "eval_function_path")
+"""Hooks with arguments by name, which an error spells without their number."""
+
+
 def _load(field, path):
     if field in FUNCTIONS:
         return load_given(SimpleNamespace(**{field: path}), field)
@@ -57,5 +63,8 @@ def test_a_function_with_the_arguments_of_the_page_is_accepted(row, form, tmp_pa
 def test_a_function_with_other_arguments_is_refused(row, tmp_path):
     if row.field in FUNCTIONS and FUNCTIONS[row.field] is None:
         pytest.skip("called by name; its arguments are not checked in advance")
-    with pytest.raises(ConfigError, match="own"):
+    with pytest.raises(ConfigError, match="own") as caught:
         _load(row.field, _write(tmp_path / "own.py", row, "(one, two, three, four, five, six, seven)"))
+    if row.field not in CALLED_BY_NAMES:
+        count = len(row.takes.split(", "))
+        assert f"it is called with {counted(count, 'argument')}, {row.takes}" in str(caught.value)

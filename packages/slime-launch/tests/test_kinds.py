@@ -116,10 +116,15 @@ def test_a_rollout_that_has_rows_more_than_once_is_said(rows, size, said, loss, 
 @pytest.mark.parametrize(
     ("loss", "row", "changes", "message"),
     [
-        ("dpo_loss", CONVERSATION, {}, "no field 'chosen'"),
-        ("dpo_loss", PAIR | {"rejected": "2"}, {}, "are the same, so nothing is preferred"),
-        ("dpo_loss", PAIR, {"--n-samples-per-prompt": "4"}, "a row makes 2 with --loss-type dpo_loss; leave it out"),
-        ("sft_loss", PAIR, {}, "no field 'messages' or 'conversations'"),
+        ("dpo_loss", CONVERSATION, {}, r"no field 'chosen' .*\(all 8 rows of .* are bad\)"),
+        (
+            "dpo_loss",
+            PAIR | {"rejected": "2"},
+            {},
+            r"are the same, so nothing is preferred \(all 8 rows of .* are bad\)",
+        ),
+        ("dpo_loss", PAIR, {"--n-samples-per-prompt": "4"}, "--n-samples-per-prompt 4: a row makes 2 with --loss-type"),
+        ("sft_loss", PAIR, {}, r"no field 'messages' .*\(all 8 rows of .* are bad\)"),
         ("sft_loss", CONVERSATION, {"--use-kl-loss": None}, "--use-kl-loss has no effect with --loss-type sft_loss"),
         ("sft_loss", CONVERSATION, {"--debug-rollout-only": None}, "--debug-rollout-only generates"),
         ("sft_loss", CONVERSATION, {"--streaming-data": None}, "rows that are trained on are read whole"),
@@ -153,7 +158,10 @@ def test_what_does_not_go_together(data_flags, to_words, loss, row, changes, mes
         ({"--num-rollout": "0"}, "--num-rollout 0 only evaluates; give held-out sets"),
         ({"--debug-train-only": ""}, "--debug-train-only starts no engines; give --load-debug-rollout-data"),
         ({"--debug-rollout-only": "", "--debug-train-only": ""}, "--debug-rollout-only trains nothing and"),
-        ({"--num-rollout": None, "--num-epoch": "1", "--rollout-batch-size": "16"}, "8 rows are less than one rollout"),
+        (
+            {"--num-rollout": None, "--num-epoch": "1", "--rollout-batch-size": "16"},
+            "8 rows are less than one rollout of --rollout-batch-size 16;",
+        ),
         ({"--prompt-data": None}, "missing --prompt-data"),
     ],
 )

@@ -148,7 +148,7 @@ def test_a_window_is_refused_where_a_cpus_engine_ignores_it(command, flags, work
     (workspace / "hf" / "config.json").write_text(json.dumps(GEMMA))
     del flags["--load"]
     with pytest.raises(
-        ConfigError, match=r"--hf-checkpoint .*: SGLang on a CPU ignores the window of 32 tokens"
+        ConfigError, match=r"--hf-checkpoint .*: SGLang on a CPU ignores the window of 32 tokens .* up to 512 tokens"
     ) as caught:
         command(*words)
     assert "trained" not in str(caught.value)
@@ -166,7 +166,9 @@ def test_another_model_of_the_engines_file_is_looked_at_too(command, flags, work
         f"sglang:\n  - {{name: actor, {group}}}\n  - {{name: judge, model_path: {workspace}/judge, {group}}}\n"
     )
     del flags["--colocate"]
-    with pytest.raises(ConfigError, match=r"--sglang-config: the model .*judge: SGLang on a CPU ignores the window"):
+    with pytest.raises(
+        ConfigError, match=r"--sglang-config: the model .*judge: SGLang .* the window of 32 tokens .* up to 512 tokens"
+    ):
         command("--sglang-config", str(workspace / "engines.yaml"), "--rollout-num-gpus", "2")
 
 

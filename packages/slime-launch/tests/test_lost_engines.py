@@ -134,7 +134,7 @@ def test_the_end_of_the_budget_ends_the_update():
         raise EngineDiedError("engine 0 died once too often")
 
     run.rollout.fail_update = fail_update
-    with pytest.raises(EngineDiedError, match="once too often"):
+    with pytest.raises(EngineDiedError, match=r"^engine 0 died once too often"):
         push_weights(run, version=3)
 
 

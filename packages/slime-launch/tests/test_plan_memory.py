@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,13 @@ def check(case):
 def test_what_ran_out_of_memory_elsewhere_is_refused(case):
     with pytest.raises(ConfigError, match="a trainer rank takes") as caught:
         check(case)
-    assert "\n" not in str(caught.value)
+    text = str(caught.value)
+    total, parts, there = re.match(
+        r"a trainer rank takes ([\d.]+) GiB in a step \((.*)\), and .* has ([\d.]+) GiB;", text
+    ).groups()
+    assert sum(float(part.split()[-2]) for part in parts.split(", ")) == pytest.approx(float(total), abs=0.3)
+    assert float(there) == round(DEVICES[case["device"]].memory / 2**30, 1) < float(total)
+    assert "\n" not in text
 
 
 @pytest.mark.parametrize("case", KNOWN_TO_RUN, ids=lambda case: case["source"])
@@ -150,7 +157,8 @@ def test_host_memory_of_frozen_and_sleeping_models_is_compared_where_it_is_known
     needed = 8 * (3 * trainer.weights + trainer.optimizer)
     enough, less = (dataclasses.replace(DEVICES["h100"], host_memory=needed - short) for short in (0, 1))
     check_phases(enough, [host_phase(settings, enough, trainer, 8)])
-    with pytest.raises(ConfigError, match=r"of the host memory of a node, which has .* --no-offload-train"):
+    take = re.escape(f"take {needed / 2**30:.1f} GiB of the host memory of a node, which has {needed / 2**30:.1f} GiB")
+    with pytest.raises(ConfigError, match=f"{take}.* --no-offload-train"):
         check_phases(less, [host_phase(settings, less, trainer, 8)])
 
 

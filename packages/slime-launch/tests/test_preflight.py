@@ -178,7 +178,7 @@ def test_a_defect_of_a_check_is_hidden_only_by_problems_that_were_reported():
         Problems().attempt(lambda: 1 / 0)
     problems = Problems(["--batch 0 must be 1 or more"])
     assert problems.attempt(lambda: 1 / 0) is None
-    with pytest.raises(ConfigError, match="--batch 0 must be"):
+    with pytest.raises(ConfigError, match="--batch 0 must be 1 or more"):
         problems.report()
 
 

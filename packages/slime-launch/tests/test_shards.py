@@ -147,9 +147,9 @@ def test_a_function_changes_what_is_trained_on(batch, flags, to_words, tmp_path)
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("rollout_data['tokens'][0] = [7, 8]", "left tokens of sample 0 as .* which cannot be changed here"),
+        ("rollout_data['tokens'][0] = [7, 8]", r"left tokens of sample 0 as \[7, 8\]; which cannot be changed here"),
         ("rollout_data['rewards'][3] = float('nan')", "left rewards of sample 3 as nan; write a finite number"),
-        ("rollout_data['loss_masks'][1][0] = 2", "left loss_masks of sample 1 .*write 1 where"),
+        ("rollout_data['loss_masks'][1][0] = 2", r"left loss_masks of sample 1 as \[2 1 1 .*write 1 where"),
         ("rollout_data['rewards'].pop()", "it must be a list of 8, one for each sample"),
         ("del rollout_data['raw_reward']", "took away raw_reward"),
         ("rollout_data['own'] = ['text'] * 8", "left own of sample 0 as text; write an array or a number"),

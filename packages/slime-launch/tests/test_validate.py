@@ -73,7 +73,9 @@ def test_the_advice_works(prompts, size, batch, steps):
 
 def test_data_parallel_ranks_must_divide_the_batch():
     check_settings(settings(batch=256, actor_num_gpus_per_node=4, micro_batch_size=2))
-    with pytest.raises(ConfigError, match="--micro-batch-size 3"):
+    with pytest.raises(
+        ConfigError, match=r"--global-batch-size 256 .* size 4 × --micro-batch-size 3 = 12; set it to 264"
+    ):
         check_settings(settings(batch=256, actor_num_gpus_per_node=4, micro_batch_size=3))
 
 
@@ -236,7 +238,7 @@ def test_engines_of_several_gpus():
     command = settings(batch=256, actor_num_gpus_per_node=4, rollout_num_gpus_per_engine=2)
     check_settings(command)
     assert num_engines(command) == 2
-    with pytest.raises(ConfigError, match="multiple of --rollout-num-gpus-per-engine 3"):
+    with pytest.raises(ConfigError, match="--rollout-num-gpus 4 must be a multiple of --rollout-num-gpus-per-engine 3"):
         check_settings(settings(batch=256, actor_num_gpus_per_node=4, rollout_num_gpus_per_engine=3))
 
 
@@ -271,7 +273,10 @@ def test_engines_that_may_be_added_are_like_the_others_and_beside_the_trainers()
         ([healing, "--colocate"], "--colocate has both on the same GPUs"),
         ([healing, "--prefill-num-servers", "1"], "leave --sglang-config and --prefill-num-servers out"),
         ([healing, "--rollout-num-gpus", "6"], "must be --rollout-num-gpus 6 and a multiple of .* 1 more"),
-        ([healing, "--rollout-num-gpus", "3", "--rollout-num-gpus-per-engine", "2"], "and a multiple of .* 2 more"),
+        (
+            [healing, "--rollout-num-gpus", "3", "--rollout-num-gpus-per-engine", "2"],
+            "-gpus 6 must be --rollout-num-gpus 3 and a multiple of .* 2 more",
+        ),
     ):
         with pytest.raises(ConfigError, match=problem):
             check_settings(more(*words))
@@ -323,7 +328,9 @@ def test_speculative_engines_cut_off_what_they_have_not_looked_at(monkeypatch):
 def test_a_token_limit_takes_the_place_of_the_micro_batch_size():
     limit = {"use_dynamic_batch_size": None, "max_tokens_per_gpu": 4096}
     check_settings(settings(batch=256, actor_num_gpus_per_node=4, micro_batch_size=3, **limit))
-    with pytest.raises(ConfigError, match=r"4 data-parallel ranks .* set it to 4 or more"):
+    with pytest.raises(
+        ConfigError, match=r"--global-batch-size 2 .* 4 data-parallel ranks × 1 micro-.* set it to 4 or more"
+    ):
         check_settings(settings(prompts=1, size=2, batch=2, actor_num_gpus_per_node=4, **limit))
 
 
