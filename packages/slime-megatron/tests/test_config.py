@@ -26,11 +26,14 @@ def test_flags_carry_megatron_names_and_defaults():
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"virtual_pipeline_model_parallel_size": 2}, "has no effect without --pipeline-model-parallel-size; give"),
+        (
+            {"virtual_pipeline_model_parallel_size": 2},
+            "-parallel-size 2 has no effect without --pipeline-model-parallel-size; give",
+        ),
         ({"virtual_pipeline_model_parallel_size": 1}, "--virtual-pipeline-model-parallel-size 1 must be 2 or more"),
         (
             {"context_parallel_size": 2, "share_prompts": "on"},
-            "--share-prompts on does not work with --context-parallel",
+            "--share-prompts on does not work with --context-parallel-size 2, which cuts",
         ),
         ({"share_prompts": True}, "--share-prompts True is unknown; allowed: auto, on, off"),
         (
@@ -67,27 +70,27 @@ def test_flags_carry_megatron_names_and_defaults():
             "--recompute-modules mla_up_proj works with Transformer Engine's layers alone",
         ),
         ({"attention_dropout": 0.1}, "--attention-dropout 0.1 must be 0; log-probs"),
-        ({"hidden_dropout": 0.1}, "--hidden-dropout 0.1"),
+        ({"hidden_dropout": 0.1}, "--hidden-dropout 0.1 must be 0;"),
         ({"optimizer": "sgd"}, "--optimizer sgd is unknown; allowed: adam"),
         ({"ckpt_format": "zarr"}, "allowed: torch_dist, torch; leave it out: torch_dist is written"),
         ({"lora_alpha": 16.0}, "--lora-alpha 16.0 has no effect without --lora-rank"),
         ({"lora_target_modules": ("q_proj",)}, "--lora-target-modules q_proj has no effect without --lora-rank"),
-        ({"lr": float("nan")}, "--lr nan must be a finite number"),
-        ({"clip_grad": float("inf")}, "--clip-grad inf"),
+        ({"lr": float("nan")}, "--lr nan must be a finite number, 0 or more"),
+        ({"clip_grad": float("inf")}, "--clip-grad inf must be a finite number, 0 or more"),
         ({"adam_eps": 0.0}, "--adam-eps 0.0 must be above 0"),
         ({"seed": -1}, "--seed -1 must be between 0 and 4294967295"),
-        ({"seed": 2**32}, "--seed 4294967296"),
-        ({"micro_batch_size": 0}, "--micro-batch-size 0"),
+        ({"seed": 2**32}, "--seed 4294967296 must be between 0 and 4294967295$"),
+        ({"micro_batch_size": 0}, "--micro-batch-size 0 must be 1 or more"),
         ({"use_dynamic_batch_size": True, "max_tokens_per_gpu": 0}, "--max-tokens-per-gpu 0 must be 1 or more"),
         ({"use_dynamic_batch_size": True}, "--use-dynamic-batch-size needs --max-tokens-per-gpu, its limit"),
         ({"max_tokens_per_gpu": 4096}, "--max-tokens-per-gpu 4096 has no effect without --use-dynamic-batch-size"),
-        ({"lr": -1.0}, "--lr -1.0"),
+        ({"lr": -1.0}, "--lr -1.0 must be 0 or more"),
         ({"lr_decay_style": "step"}, "constant, linear, cosine"),
         ({"lr_decay_style": "cosine"}, "--lr-decay-iters"),
         ({"lr_decay_style": "linear", "lr_decay_iters": 5, "lr_warmup_iters": 5}, "less than --lr-decay-iters 5"),
-        ({"min_lr": 1.0}, "above --lr"),
+        ({"min_lr": 1.0}, "--min-lr 1.0 is above --lr 1e-06; give at most 1e-06"),
         ({"save_interval": 1}, "--save-interval 1 has no effect without --save"),
-        ({"adam_beta2": 1.0}, "--adam-beta2 1.0"),
+        ({"adam_beta2": 1.0}, "--adam-beta2 1.0 must be at least 0 and below 1"),
         ({"recompute_granularity": "full"}, "full needs --recompute-method and --recompute-num-layers"),
         ({"recompute_num_layers": 1}, "--recompute-num-layers 1 has no effect without --recompute-granularity full"),
         (
@@ -102,7 +105,10 @@ def test_flags_carry_megatron_names_and_defaults():
         ({"lr_warmup_init": 1.0}, "--lr-warmup-init 1.0 is above --lr"),
         ({"lr_warmup_fraction": 1.0, "lr_decay_iters": 5}, "--lr-warmup-fraction 1.0 must be at least 0 and below 1"),
         ({"lr_warmup_fraction": 0.5}, "needs --lr-decay-iters"),
-        ({"lr_warmup_fraction": 0.5, "lr_decay_iters": 9, "lr_warmup_iters": 2}, "both say"),
+        (
+            {"lr_warmup_fraction": 0.5, "lr_decay_iters": 9, "lr_warmup_iters": 2},
+            "--lr-warmup-fraction 0.5 and --lr-warmup-iters 2 both say",
+        ),
     ],
 )
 def test_impossible_settings_are_named(values, words):
@@ -165,10 +171,12 @@ def test_data_parallel_size():
     sizes = "--pipeline-model-parallel-size 2 × --context-parallel-size 3"
     with pytest.raises(ConfigError, match=rf"8 trainer .* {sizes}; give 24 ranks .*, or change one of these sizes"):
         config.data_parallel_size(8)
-    with pytest.raises(ConfigError, match=r"30 trainer .* --expert-model-parallel-size 4 .* give 24 or 48 ranks"):
+    with pytest.raises(
+        ConfigError, match=r"30 trainer .* --expert-model-parallel-size 4 × --pipe.* 2; give 24 or 48 ranks"
+    ):
         config.data_parallel_size(30)
     with pytest.raises(
-        ConfigError, match=r"12 trainer .* --expert-model-parallel-size 4 × --pipeline-model-parallel-si"
+        ConfigError, match=r"12 trainer .* --expert-model-parallel-size 4 × --pipeline-.*-size 2; give 24 ranks"
     ):
         config.data_parallel_size(12)
 
@@ -196,7 +204,11 @@ TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     [
         ({"tensor_model_parallel_size": 2}, {}, "size 2 does not divide the model's num_query_groups 3; allowed: 1, 3"),
         ({"pipeline_model_parallel_size": 4}, {}, "size 4 does not divide the model's num_layers 6; allowed: 1, 2, 3"),
-        ({"pipeline_model_parallel_size": 7}, {}, "size 7 does not divide the model's num_layers 6"),
+        (
+            {"pipeline_model_parallel_size": 7},
+            {},
+            "size 7 does not divide the model's num_layers 6; allowed: 1, 2, 3, 6",
+        ),
         (
             {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
             {},

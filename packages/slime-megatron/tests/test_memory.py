@@ -1,6 +1,7 @@
 """The memory of a role, said before it is built, is what its ranks then hold."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -128,7 +129,12 @@ def test_what_does_not_fit_is_named_with_its_parts():
     shape = ModelShape.from_hf_config(PUBLISHED["qwen3-4B"].config)
     stages = stages_memory(shape, MegatronConfig(bf16=True), 1)
     assert stages[0].weights == 2 * stages[0].gradients / 4
-    with pytest.raises(ConfigError, match=r"the actor takes 67\.\d GiB on each device .*; split it") as caught:
+    parts = [4_022_468_096 * size / 2**30 for size in (2, 4, 12)]  # the bytes of a number; so many has Qwen3-4B
+    weights, gradients, optimizer = (f"{part:.1f} GiB" for part in parts)
+    says = (
+        f"takes {sum(parts):.1f} GiB on each device ({weights} weights, {gradients} gradients, {optimizer} optimizer), "
+    )
+    with pytest.raises(ConfigError, match=re.escape(f"the actor {says}which has 40.0 GiB; split it")) as caught:
         check_memory({"actor": stages}, 40 * 2**30, take_turns=True)
     assert "\n" not in str(caught.value)
     split = stages_memory(shape, MegatronConfig(bf16=True, use_distributed_optimizer=True), 8)
@@ -147,8 +153,12 @@ def test_roles_that_take_turns_need_the_memory_of_one():
     both = max(actor.total + critic.total for actor, critic in zip(*roles.values(), strict=True))
     check_memory(roles, most, take_turns=True)
     check_memory(roles, both, take_turns=False)
-    with pytest.raises(ConfigError, match="the actor takes"):
+    with pytest.raises(
+        ConfigError, match=f"the actor takes {most / 2**30:.1f} GiB on .*, which has {most / 2**30:.1f} GiB"
+    ):
         check_memory(roles, most - 1, take_turns=True)
-    with pytest.raises(ConfigError, match=r"the actor and the critic take .* \+ .*, and each fits alone") as caught:
+    half, whole = f"{both / 2**31:.1f} GiB", f"{both / 2**30:.1f} GiB"
+    needed = re.escape(f"take {half} + {half} on each device, which has {whole}, and each fits alone")
+    with pytest.raises(ConfigError, match=f"the actor and the critic {needed}") as caught:
         check_memory(roles, both - 1, take_turns=False)
     assert "--offload-train" in str(caught.value) and "\n" not in str(caught.value)
