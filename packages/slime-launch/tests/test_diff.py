@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from slime_launch.diff import diff
@@ -55,13 +56,20 @@ PLANTED = {
         lambda one: one.engine_packages.update(sglang="0.5.24"), ["the engines' sglang: 0.5.23 and 0.5.24"],
     ),
     "one prompt": (
-        set_prompt, ["1 step is equal; in step 2 (rollout_id 1) sample 4 and 3 more of 4: prompt differs from"],
+        set_prompt,
+        ["1 step is equal; in step 2 (rollout_id 1) prompt differs in 4 of 4 samples, first in sample 4 from byte 8"],
     ),
-    "one token": (set_token, ["in step 3 (rollout_id 2) sample 11 of 4: tokens differs from number 3 on: 20 and 21"]),
-    "one token's mask": (set_mask, ["in step 2 (rollout_id 1) sample 6 of 4: loss_mask differs"]),
+    "one token": (
+        set_token,
+        ["in step 3 (rollout_id 2) tokens differs in 1 of 4 samples, first in sample 11 from number 3 on: 20 and 21"],
+    ),
+    "one token's mask": (set_mask, ["in step 2 (rollout_id 1) loss_mask differs in 1 of 4 samples, first in sample 6"]),
     "an engine's log-prob": (
         set_log_prob,
-        ["0 steps are equal; in step 1 (rollout_id 0) sample 1 of 4: rollout_log_probs differs from number 1"],
+        [
+            "0 steps are equal; in step 1 (rollout_id 0) rollout_log_probs differs in 1 of 4 samples, first in sample 1 "
+            "from number 1",
+        ],
     ),
     "rank order": (
         lambda one: setattr(one, "swapped", 1),
@@ -69,7 +77,7 @@ PLANTED = {
     ),
     "a loss": (
         lambda one: one.losses.__setitem__(2, 0.25),
-        ["in step 3 (rollout_id 2) optimizer step 0: train/loss is 0.5 and 0.25"],
+        ["in step 3 (rollout_id 2) in optimizer step 1 train/loss is 0.5 and 0.25"],
     ),
     "a bit of a weight": (flip_bit, ["in step 2 (rollout_id 1) 1 of 3 weights differ after it: output.weight"]),
 }  # fmt: skip
@@ -94,12 +102,17 @@ def set_log_prob_and_losses(written):
     written.losses = [0.5000001, 0.5000002, 0.5]
 
 
+def add_weight(written):
+    written.names = [*written.names, "bias"]
+    written.weights = np.concatenate([written.weights, written.weights[:, :1]], axis=1)
+
+
 SIZES = {
     "rounding": (
         set_log_prob_and_losses,
         [
-            "of the 3 steps that both have\n  equal: prompt, tokens, response_length, weight_versions, ",
-            ", weights\n",
+            "of the 3 steps that both have\n  equal: samples' numbers and order, prompt, tokens, response_length, ",
+            ", what each rank trains on, weights\n",
             "  rollout_log_probs: 1 of 12 samples differ, by 1.0e-07 at most\n",
             "  train/loss: 2 of 3 optimizer steps differ, by 2.0e-07 at most\n",
             "where they part, rounding explains it, up to 0.0001 nats in float32\n",
@@ -110,11 +123,15 @@ SIZES = {
         ["  tokens: 1 of 12 samples differ\n", "where they part, it is more than rounding: tokens\n"],
     ),
     "a loss": (set_losses(0.5, 0.25, 0.5), ["differ, by 2.5e-01 at most", "it is more than rounding: train/loss\n"]),
-    "a loss that is not finite": (set_losses(0.5, float("nan"), 0.5), ["it is more than rounding: train/loss\n"]),
+    "a loss that is not finite": (
+        set_losses(0.5, float("nan"), 0.5),
+        ["train/loss is 0.5 and not finite\n", "it is more than rounding: train/loss\n"],
+    ),
+    "a mask in one step alone": (set_mask, ["  loss_mask: 1 of 12 samples differ\n"]),
     "weights alone": (
         flip_bit,
         [
-            "  weights: 1 of 9 weights differ\n",
+            "  weights: 1 of 9 checksums differ\n",
             "only checksums of weights differ, which do not say whether it is rounding",
         ],
     ),
@@ -123,9 +140,30 @@ SIZES = {
             1, [dataclasses.replace(each, index=each.index + 40) for each in one.samples[1]]
         ),
         [
-            "  samples' numbers and order: 1 of 4 samples differ\n",
+            "  samples' numbers and order: 4 of 12 samples differ\n",
             "it is more than rounding: samples' numbers and order",
         ],
+    ),
+    "two samples that changed places": (
+        lambda one: one.samples[2].__setitem__(slice(0, 2), one.samples[2][1::-1]),
+        ["  samples' numbers and order: 2 of 12 samples differ\n", "  tokens: 2 of 12 samples differ\n"],
+    ),
+    "fewer samples in a rollout": (
+        lambda one: one.samples[1].__delitem__(slice(2, None)),
+        [
+            "1 step is equal; in step 2 (rollout_id 1) the first run has 4 samples, the second 2\n",
+            "  samples' numbers and order: 2 of 12 samples differ\n",
+            "  tokens: 2 of 12 samples differ\n",
+            "\n  equal: train/loss, weights\n",
+        ],
+    ),
+    "rank order": (
+        lambda one: setattr(one, "swapped", 1),
+        ["  what each rank trains on: 2 of 6 shards differ\n", "it is more than rounding: what each rank trains on\n"],
+    ),
+    "another model": (
+        add_weight,
+        ["  weights: 3 of 12 checksums differ\n", "it is more than rounding: weights\n"],
     ),
 }
 
@@ -166,10 +204,32 @@ def test_a_shorter_run_is_compared_as_far_as_it_goes(tmp_path, capsys):
     assert "the runs have 3 and 2 steps; those that both have were compared" in capsys.readouterr().out
 
 
+def test_a_run_that_begins_later_is_compared_step_by_step(tmp_path, capsys):
+    """As a replay from a checkpoint does."""
+    runs = Written().write(tmp_path / "a"), plant(set_token)().write(tmp_path / "b")
+    sums = tmp_path / "b" / "sums.jsonl"
+    lines = [json.loads(line) for line in sums.read_text().splitlines()]
+    lines[1]["names"] = lines[0]["names"]
+    sums.write_text("".join(json.dumps(line) + "\n" for line in lines[1:]))
+    assert diff(runs) == 1
+    printed = capsys.readouterr().out
+    assert "1 step is equal; in step 3 (rollout_id 2) tokens differs in 1 of 4 samples" in printed
+    assert "of the 2 steps that both have\n" in printed and "  tokens: 1 of 8 samples differ\n" in printed
+
+
+def test_runs_without_a_step_in_common_cannot_be_compared(tmp_path):
+    runs = Written().write(tmp_path / "a"), Written().write(tmp_path / "b")
+    for run, kept in zip(runs, (slice(0, 2), slice(2, 3)), strict=True):
+        path = Path(run) / "sums.jsonl"
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[kept]))
+    with pytest.raises(PreflightError, match=r"no step in common: \S+a has steps 1 to 2 and \S+b has step 3$"):
+        diff(runs)
+
+
 def test_without_the_rollouts_the_field_is_named(tmp_path, capsys):
     runs = Written().write(tmp_path / "a"), plant(set_token)().write(tmp_path / "b", keeps=False)
     assert diff(runs) == 1
-    assert "tokens differs; --save and --keep-rollouts in both runs would name the token" in capsys.readouterr().out
+    assert "first in sample 11; --save and --keep-rollouts in both runs would name the token" in capsys.readouterr().out
 
 
 def test_a_run_that_is_continued_goes_on_after_its_checkpoint(tmp_path):

@@ -29,6 +29,7 @@ class Written:
     weights: np.ndarray = dataclasses.field(
         default_factory=lambda: np.arange(ROLLOUTS * len(NAMES) * 3, dtype=np.uint32).reshape(ROLLOUTS, len(NAMES), 3)
     )
+    names: list = dataclasses.field(default_factory=lambda: list(NAMES))
     swapped: int | None = None
 
     def write(self, directory, *, keeps=True):
@@ -58,7 +59,7 @@ class Written:
                 sample_sums=sample_sums(columns.samples) | {"index": np.asarray(columns.samples["index"])},
             )  # fmt: skip
             tracker.log("train", step=number, rollout_id=number, metrics={"train/loss": self.losses[number]})
-            report = TrainReport(rollout_id=number, steps=[], weight_names=NAMES, weight_sums=self.weights[number])
+            report = TrainReport(rollout_id=number, steps=[], weight_names=self.names, weight_sums=self.weights[number])
             tracker.log_sums(ready, report)
         tracker.close()
         return str(directory)

@@ -15,8 +15,8 @@ from slime_core.types import RolloutColumns
 from slime_core.types.arrays import Ragged
 from slime_core.words import counted
 from slime_launch.diff_sizes import fields_of, size_lines
-from slime_launch.errors import FlagError
-from slime_launch.step_sums import StepSums, read_sums
+from slime_launch.errors import FlagError, PreflightError
+from slime_launch.step_sums import StepSums, read_pairs, read_sums
 from slime_launch.tracking import Row
 from slime_launch.written_run import WrittenRun
 
@@ -82,11 +82,16 @@ def settings_that_differ(first: WrittenRun, second: WrittenRun) -> Iterator[tupl
 
 
 def first_parting(first: WrittenRun, second: WrittenRun) -> tuple[int, Parting | None]:
-    """How many steps are equal from the beginning, and what differs in the next one; ``None`` if one has none."""
+    """How many of the steps that both have are equal before one differs, and what differs there; ``None`` if none does.
+
+    Raises:
+        PreflightError: They have no step in common.
+    """
+    if next(read_pairs(first.directory, second.directory), None) is None:
+        have = [f"{run.directory} has {_steps_of(run)}" for run in (first, second)]
+        raise PreflightError(f"the runs have no step in common: {' and '.join(have)}")
     equal = 0
-    for one, other in zip_longest(read_sums(first.directory), read_sums(second.directory)):
-        if one is None or other is None:
-            break
+    for one, other in read_pairs(first.directory, second.directory):
         if (words := next(differences(one, other, first, second), None)) is not None:
             return equal, Parting(one.rollout_id, words)
         equal += 1
@@ -98,6 +103,8 @@ def differences(one: StepSums, other: StepSums, first: WrittenRun, second: Writt
     if one.line != other.line:
         yield from _in_samples(one, other, first, second)
     if one.shards != other.shards:
+        if len(one.shards) != len(other.shards):
+            yield _have(len(one.shards), len(other.shards), "data-parallel rank")
         ranks = [rank for rank, pair in enumerate(zip_longest(one.shards, other.shards)) if pair[0] != pair[1]]
         yield f"data-parallel rank {ranks[0]} trains on other samples, or in another order; the samples are the same"
     yield from _in_steps(first.steps.get(one.rollout_id, []), second.steps.get(one.rollout_id, []))
@@ -107,10 +114,10 @@ def differences(one: StepSums, other: StepSums, first: WrittenRun, second: Writt
 
 def _in_samples(one: StepSums, other: StepSums, first: WrittenRun, second: WrittenRun) -> Iterator[str]:
     if len(one.index) != len(other.index):
-        yield f"it has {counted(len(one.index), 'sample')} and {len(other.index)}"
+        yield _have(len(one.index), len(other.index), "sample")
         return
     if one.index != other.index:
-        yield "its samples have other numbers, or another order"
+        yield "the samples have other numbers, or another order"
     for name in fields_of(one, other):
         pair = one.field(name), other.field(name)
         if pair[0] is None or pair[1] is None:
@@ -119,10 +126,13 @@ def _in_samples(one: StepSums, other: StepSums, first: WrittenRun, second: Writt
             continue
         places = np.flatnonzero(pair[0] != pair[1])
         if len(places):
-            more = f" and {len(places) - 1} more" if len(places) > 1 else ""
-            place = int(places[0])
+            place, total = int(places[0]), counted(len(one.index), "sample")
             found = _in_field(name, place, first.rollout(one.rollout_id), second.rollout(one.rollout_id))
-            yield f"sample {one.index[place]}{more} of {len(one.index)}: {name} differs{found}"
+            yield f"{name} differs in {len(places):,} of {total}, first in sample {one.index[place]}{found}"
+
+
+def _have(one: int, other: int, noun: str) -> str:
+    return f"the first run has {counted(one, noun)}, the second {other:,}"
 
 
 def _in_field(name: str, place: int, first: RolloutColumns | None, second: RolloutColumns | None) -> str:
@@ -145,11 +155,16 @@ def _in_field(name: str, place: int, first: RolloutColumns | None, second: Rollo
 
 def _in_steps(one: Sequence[Row], other: Sequence[Row]) -> Iterator[str]:
     if len(one) != len(other):
-        yield f"it has {counted(len(one), 'optimizer step')} and {len(other)}"
-    for number, (row, its) in enumerate(zip(one, other, strict=False)):
+        yield _have(len(one), len(other), "optimizer step")
+    for number, (row, its) in enumerate(zip(one, other, strict=False), start=1):
         for name in (name for name in (*row, *(its.keys() - row.keys())) if name.startswith("train/")):
             if not _same(row.get(name), its.get(name)):
-                yield f"optimizer step {number}: {name} is {row.get(name)} and {its.get(name)}"
+                yield f"in optimizer step {number} {name} is {_metric(row, name)} and {_metric(its, name)}"
+
+
+def _metric(row: Row, name: str) -> str:
+    value = row.get(name)
+    return "not finite" if name in row and value is None else _shown(value)
 
 
 def _in_weights(one: StepSums, other: StepSums) -> Iterator[str]:
@@ -189,6 +204,11 @@ def parting_lines(rollouts: int, parting: Parting | None, first: WrittenRun, sec
     )
     if ends[0] != ends[1]:
         yield f"the runs have {ends[0]} and {counted(ends[1], 'step')}; those that both have were compared"
+
+
+def _steps_of(run: WrittenRun) -> str:
+    numbers = [sums.rollout_id + 1 for sums in read_sums(run.directory)]
+    return f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]}"
 
 
 def _value(entry: Any) -> Any:

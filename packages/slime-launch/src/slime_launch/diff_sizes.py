@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from slime_core.types.arrays import Ragged
 from slime_core.words import counted
-from slime_launch.step_sums import StepSums, read_sums
+from slime_launch.step_sums import StepSums, read_pairs
 from slime_launch.tracking import Row
 from slime_launch.validate import CANARY_LIMITS
 from slime_launch.written_run import WrittenRun
@@ -23,6 +23,7 @@ FIELDS = (
     *("prompt", "label", "tokens", "response_length", "kept_tokens", "routed_experts", "rollout_log_probs"),
     *("weight_versions", "status", "reward", "remove_sample", "loss_mask", "teacher_log_probs"),
 )
+NUMBERS = "samples' numbers and order"
 REAL = frozenset({"rollout_log_probs", "teacher_log_probs"})
 """Fields of a sample that are computed in floating point."""
 RELATIVE = {"float32": 1e-3, "bfloat16": 0.1}
@@ -63,7 +64,8 @@ class Part:
         self.total += total
         self.differing += len(sizes)
         for size in sizes:
-            self.largest = size if math.isnan(size) or not size <= self.largest else self.largest
+            if self.largest != BEYOND and (math.isnan(size) or not size <= self.largest):
+                self.largest = size
 
 
 def size_lines(first: WrittenRun, second: WrittenRun) -> Iterator[str]:
@@ -72,7 +74,7 @@ def size_lines(first: WrittenRun, second: WrittenRun) -> Iterator[str]:
     parts: dict[str, Part] = {}
     parting: dict[str, Part] = {}
     rollouts = 0
-    for one, other in zip(read_sums(first.directory), read_sums(second.directory), strict=False):
+    for one, other in read_pairs(first.directory, second.directory):
         rollouts += 1
         found = dict(_compared(one, other, first, second, dtype))
         if not parting and any(part.differing for part in found.values()):
@@ -80,6 +82,9 @@ def size_lines(first: WrittenRun, second: WrittenRun) -> Iterator[str]:
         for name, part in found.items():
             whole = parts.setdefault(name, Part(part.unit, part.limit))
             whole.add(part.total, [part.largest] * part.differing)
+    for part in parts.values():
+        if part.unit == "samples":  # also those of rollouts where neither run has the field
+            part.total = parts[NUMBERS].total
     equal = [name for name, part in parts.items() if not part.differing]
     yield f"of the {counted(rollouts, 'step')} that both have"
     if equal:
@@ -93,26 +98,40 @@ def size_lines(first: WrittenRun, second: WrittenRun) -> Iterator[str]:
 def _compared(
     one: StepSums, other: StepSums, first: WrittenRun, second: WrittenRun, dtype: str
 ) -> Iterator[tuple[str, Part]]:
-    """Each part of one rollout."""
-    if one.index != other.index:
-        part = Part("samples", 0.0)
-        part.add(max(len(one.index), len(other.index)), [BEYOND])
-        yield "samples' numbers and order", part
+    """Each part of one rollout. Samples are compared place by place; one that only one run has differs in all."""
+    shared, total = sorted((len(one.index), len(other.index)))
+    part = Part("samples", 0.0)
+    part.add(total, [BEYOND] * sum(pair[0] != pair[1] for pair in zip_longest(one.index, other.index)))
+    yield NUMBERS, part
     columns = None
-    for name in fields_of(one, other) if len(one.index) == len(other.index) else ():
+    for name in fields_of(one, other):
         part = Part("samples", CANARY_LIMITS[dtype] if name in REAL else 0.0)
         pair = one.field(name), other.field(name)
         if all(sums is None or (sums == NO_VALUE).all() for sums in pair):
             continue
-        places = np.arange(len(one.index)) if pair[0] is None or pair[1] is None else np.flatnonzero(pair[0] != pair[1])
+        places = np.arange(shared)
+        if pair[0] is not None and pair[1] is not None:
+            places = np.flatnonzero(pair[0][:shared] != pair[1][:shared])
         if len(places) and name in REAL and columns is None:
             columns = first.rollout(one.rollout_id), second.rollout(one.rollout_id)
-        part.add(len(one.index), [_size(name, int(place), columns) for place in places])
+        part.add(total, [_size(name, int(place), columns) for place in places] + [BEYOND] * (total - shared))
         yield name, part
+    part = Part("shards", 0.0)
+    apart = sum(pair[0] != pair[1] for pair in zip_longest(one.shards, other.shards))
+    part.add(max(len(one.shards), len(other.shards)), [BEYOND] * apart)
+    yield "what each rank trains on", part
     yield from _steps(first.steps.get(one.rollout_id, []), second.steps.get(one.rollout_id, []), dtype)
-    if len(one.weights) and one.weights.shape == other.weights.shape:
-        part = Part("weights", BEYOND)
-        part.add(len(one.weights), [UNKNOWN] * int((one.weights != other.weights).any(axis=1).sum()))
+    yield from _weights(one, other)
+
+
+def _weights(one: StepSums, other: StepSums) -> Iterator[tuple[str, Part]]:
+    """Of each weight there is one checksum after each step; a weight that only one run has differs."""
+    ours, theirs = (dict(zip(sums.names, sums.weights, strict=False)) for sums in (one, other))
+    both = ours.keys() & theirs.keys()
+    part = Part("checksums", 0.0)
+    apart = sum(not np.array_equal(ours[name], theirs[name]) for name in both)
+    part.add(len(ours.keys() | theirs.keys()), [UNKNOWN] * apart + [BEYOND] * len(ours.keys() ^ theirs.keys()))
+    if part.total:
         yield "weights", part
 
 

@@ -106,6 +106,17 @@ def read_sums(output_dir: Path) -> Iterator[StepSums]:
         yield StepSums(line, names)
 
 
+def read_pairs(first: Path, second: Path) -> Iterator[tuple[StepSums, StepSums]]:
+    """The checksums of each rollout that both runs have, in order; a replay or a part of a run may begin later."""
+    theirs = read_sums(second)
+    other = next(theirs, None)
+    for one in read_sums(first):
+        while other is not None and other.rollout_id < one.rollout_id:
+            other = next(theirs, None)
+        if other is not None and other.rollout_id == one.rollout_id:
+            yield one, other
+
+
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
