@@ -67,8 +67,8 @@ PLANTED = {
     "an engine's log-prob": (
         set_log_prob,
         [
-            "0 steps are equal; in step 1 (rollout_id 0) rollout_log_probs differs in 1 of 4 samples, first in sample 1 "
-            "from number 1",
+            "0 steps are equal; in step 1 (rollout_id 0) rollout_log_probs differs in 1 of 4 samples, first in sample "
+            "1 from number 1",
         ],
     ),
     "rank order": (

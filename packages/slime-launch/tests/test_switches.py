@@ -68,6 +68,19 @@ def test_a_switch_of_ours_is_its_opposite_or_not_given(name, plain, said_off):
         assert settings.flags() | {"config": None} == expected
 
 
+OTHER_MODES = {"--fp32": "--bf16", "--bf16": "--fp32"}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_switch_that_is_off_and_means_another_mode_says_which(name, plain, said_off):
+    mode = OTHER_MODES.get(name)
+    notes = () if mode is None else (f"{name}=false is {mode}; leave it out for the default",)
+    for settings in said_off(name):
+        assert settings.notes == notes
+    if mode is not None:
+        assert parse_train([*plain, mode, f"{name}=false"]).notes == ()
+
+
 @pytest.mark.parametrize("name", SHAPE)
 def test_a_switch_of_the_models_shape_is_refused_where_the_model_has_it(name, workspace, said_off):
     shape = ModelShape.from_hf_config(str(workspace / "hf"))

@@ -147,7 +147,7 @@ def _read(
         configs = _configs(given, groups, as_given)
     shape = {flag.dest: given[flag.dest] for flag in SHAPE_FLAGS if flag.dest in given}
     unused = [*translated.unused, *megatrons.unused]
-    notes = (*([f"no effect here: {', '.join(unused)}"] if unused else []), *translated.notes)
+    notes = (*([f"no effect here: {', '.join(unused)}"] if unused else []), *switches.notes, *translated.notes)
     unread = _with_followers(found.unread.union(known[name].dest for name in switches.unread), given)
     settings = Settings(shape=shape, notes=notes, origins=origins, unread=unread, switched_off=switches.off, **configs)
     return settings, found.problems, about_read([*contradictions, *idle_problems(settings)], unread)

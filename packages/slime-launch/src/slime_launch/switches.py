@@ -24,6 +24,7 @@ _OPPOSITES = {
     "--offload": ("--no-offload-train", "--no-offload-rollout"),
 }
 """What is not spelled with ``no-`` in front."""
+_OTHER_MODE = "{}=false is {}; leave it out for the default"
 _PREFIXES = ("--sglang-", "--router-", "--")
 _IMPLIED: tuple[tuple[str, Callable[[Settings], bool], str], ...] = (
     ("debug_train_only", lambda settings: settings.is_recorded, "--load-debug-rollout-data starts no engines"),
@@ -49,12 +50,14 @@ class Switched(NamedTuple):
         off: Switches that are off and have no opposite, by name in Python.
         problems: Values that say neither on nor off, and what is on or off though it takes another value; a line each.
         unread: The flags that the problems are about.
+        notes: Which other mode a switch that is off stands for, a line each.
     """
 
     words: list[str]
     off: frozenset[str]
     problems: list[str]
     unread: list[str]
+    notes: list[str]
 
 
 def opposites(name: str, known: Collection[str]) -> tuple[str, ...]:
@@ -110,6 +113,7 @@ def switched(
     off: set[str] = set()
     problems: list[str] = []
     unread: list[str] = []
+    notes: list[str] = []
     taken = ""  # the word before, if it has its value, or is left out
     for place, word in enumerate(argv):
         if not word.startswith("--"):
@@ -131,9 +135,10 @@ def switched(
         if said == [] and place == last[name] and spec.is_switch and problem is None:
             said = [*opposites(name, known)]
             off.add(spec.dest)
+            notes += [_OTHER_MODE.format(name, other) for other in said if other in _OPPOSITES and other not in last]
         taken = word if said != [word] else ""
         words += said
-    return Switched(words, frozenset(off), problems, unread)
+    return Switched(words, frozenset(off), problems, unread, notes)
 
 
 def _said(spec: FlagSpec, word: str, *, is_boolean: bool, is_empty: bool) -> tuple[list[str], str | None]:
