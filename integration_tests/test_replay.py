@@ -34,8 +34,8 @@ def test_a_sample_that_has_changed_since_is_named(story: Story) -> None:
     out = story.work / "out"
     with changed_sample(RolloutStore(story.work / "save" / "rollouts"), 2):
         text = replay(out, 3, 1)
-    assert text.startswith("not equal: trained again from checkpoint 2, in step 3 (rollout_id 2) sample")
-    assert "rollout_log_probs differs" in text
+    assert text.startswith("not equal: trained again from checkpoint 2, in step 3 (rollout_id 2) rollout_log_probs")
+    assert "rollout_log_probs differs in 1 of " in text
 
 
 @pytest.mark.full

@@ -14,7 +14,7 @@ from slime_launch.tracking import Tracker
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from written import Written
+from written import SETTINGS, Written
 
 
 def plant(change):
@@ -187,6 +187,50 @@ def test_equal_runs_get_a_certificate(tmp_path, capsys):
     runs = Written().write(tmp_path / "a"), Written().write(tmp_path / "b")
     assert diff(runs) == 0
     assert "equal: 3 steps to the last bit" in (out := capsys.readouterr().out) and "3 weights after each" in out
+
+
+EQUAL_IN_EFFECT = {
+    "fp32 by default and said": ({"bf16": False, "fp32": False}, {"bf16": False, "fp32": True}),
+    "a switch that is off and its opposite": (
+        {"async_save": False, "no_async_save": False}, {"async_save": False, "no_async_save": True},
+    ),
+    "a switch that stands for two": (
+        {"offload": False, "offload_train": True, "offload_rollout": True},
+        {"offload": True, "offload_train": True, "offload_rollout": True},
+    ),
+    "another file with the same values": ({"config": "a.toml"}, {"config": "b.toml"}),
+    "an empty list and none": ({"rollout_stop": []}, {"rollout_stop": None}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EQUAL_IN_EFFECT)
+def test_settings_that_are_equal_in_effect_are_no_difference(tmp_path, capsys, name):
+    one, other = EQUAL_IN_EFFECT[name]
+    runs = Written(SETTINGS | one).write(tmp_path / "a"), Written(SETTINGS | other).write(tmp_path / "b")
+    assert diff(runs) == 0
+    assert "settings, packages and environment are the same" in capsys.readouterr().out
+
+
+def test_a_switch_that_differs_is_named_once_and_not_with_its_opposite(tmp_path, capsys):
+    one, other = {"bf16": True, "fp32": False}, {"bf16": False, "fp32": True}
+    assert diff((Written(SETTINGS | one).write(tmp_path / "a"), Written(SETTINGS | other).write(tmp_path / "b"))) == 1
+    assert "these differ:\n  --bf16: True and False\nequal" in capsys.readouterr().out
+
+
+def test_what_one_run_alone_has_is_in_one_line_of_each_kind(tmp_path, capsys):
+    first = Written(SETTINGS | {"save_interval": 2, "eval_prompt_data": ["held", "h.jsonl"]})
+    first.packages = {"torch": "2.13.0"} | {f"package-{letter}": "1" for letter in "abcdefghij"}
+    second = Written(SETTINGS | {"load_debug_rollout_data": "r.npz"})
+    second.environment = {"RAY_AUTH_MODE": "token", "RAY_CLIENT_MODE": "0"}
+    assert diff((first.write(tmp_path / "a"), second.write(tmp_path / "b"))) == 1
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[:5] == [
+        "these differ:",
+        "  only in the first run: --eval-prompt-data ['held', 'h.jsonl'], --save-interval 2",
+        f"  only in the first run: {', '.join(f'package-{letter} 1' for letter in 'abcdefgh')}, 2 more",
+        "  only in the second run: --load-debug-rollout-data r.npz",
+        "  only in the second run: $RAY_AUTH_MODE token, $RAY_CLIENT_MODE 0",
+    ]
 
 
 def test_a_run_without_engines_has_no_engine_packages_to_differ(tmp_path, capsys):

@@ -126,7 +126,7 @@ def test_what_comes_out_equal_is_one_line(run):
 
 
 def test_what_does_not_is_named_with_what_else_is_other(run, tmp_path):
-    other = Written(packages={"torch": "2.14.0"})
+    other = Written(packages={"torch": "2.14.0"}, environment={"OMP_X": "1"})
     other.weights = other.weights.copy()
     other.weights[2, 1, 0] += 1
     other.write(tmp_path / "again")
@@ -135,4 +135,5 @@ def test_what_does_not_is_named_with_what_else_is_other(run, tmp_path):
         "not equal: trained again from the run's beginning, in step 3 (rollout_id 2) 1 of 3 weights differ after it: "
         "layers.0.weight"
     )
-    assert lines[1] == "  torch: 2.13.0 in the run, 2.14.0 now" and "something else on the same samples" in lines[2]
+    assert lines[1:3] == ["  torch: 2.13.0 in the run, 2.14.0 now", "  only in the replay: $OMP_X 1"]
+    assert "something else on the same samples" in lines[3]

@@ -24,6 +24,7 @@ class Written:
     settings: dict = dataclasses.field(default_factory=lambda: dict(SETTINGS))
     packages: dict = dataclasses.field(default_factory=lambda: {"torch": "2.13.0"})
     engine_packages: dict = dataclasses.field(default_factory=lambda: {"sglang": "0.5.23"})
+    environment: dict = dataclasses.field(default_factory=dict)
     samples: list = dataclasses.field(default_factory=lambda: [samples(number) for number in range(ROLLOUTS)])
     losses: list = dataclasses.field(default_factory=lambda: [0.5] * ROLLOUTS)
     weights: np.ndarray = dataclasses.field(
@@ -36,7 +37,7 @@ class Written:
         directory.mkdir()
         save = str(directory / "save")
         entries = {name: {"value": value} for name, value in (self.settings | {"save": save}).items()}
-        found = {"settings": entries, "environment": {}, "packages": self.packages}
+        found = {"settings": entries, "environment": self.environment, "packages": self.packages}
         (directory / "settings.json").write_text(json.dumps(found | {"engine_packages": self.engine_packages}))
         tracker = Tracker(directory, tensorboard=False)
         for number, rows in enumerate(self.samples):

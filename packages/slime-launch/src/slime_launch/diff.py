@@ -17,6 +17,7 @@ from slime_core.words import counted
 from slime_launch.diff_sizes import fields_of, size_lines
 from slime_launch.errors import FlagError, PreflightError
 from slime_launch.step_sums import StepSums, read_pairs, read_sums
+from slime_launch.switches import second_switches
 from slime_launch.tracking import Row
 from slime_launch.written_run import WrittenRun
 
@@ -27,9 +28,9 @@ Say in which step, sample, token, metric and weight two runs part first, which s
 and whether rounding explains the rest. RUN is a run's --output-dir.
 
 Exit codes: 0 settings and the steps that both have are equal; 1 one of them differs; 2 a run cannot be compared."""
-PLACES = frozenset({"output_dir", "save", "wandb_group", "wandb_run_id", "wandb_dir", "dump_details"})
+PLACES = frozenset({"config", "output_dir", "save", "wandb_group", "wandb_run_id", "wandb_dir", "dump_details"})
 """Settings that say where a run is, not what it computes."""
-MOST_SHOWN = 8
+MOST_SHOWN = 8  # weights, and packages and variables that one run alone has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +66,10 @@ def diff(argv: Sequence[str]) -> int:
 
 
 def settings_that_differ(first: WrittenRun, second: WrittenRun) -> Iterator[tuple[str, Any, Any]]:
-    """Settings, packages and variables of the environment that differ: name, and both values."""
+    """Settings, packages and variables of the environment that differ: name, and both values; ``None`` where unset.
+
+    Of two opposite switches the first is compared, which is written down as it is in effect.
+    """
     for part, mark in (
         ("settings", "--"),
         ("packages", ""),
@@ -75,9 +79,10 @@ def settings_that_differ(first: WrittenRun, second: WrittenRun) -> Iterator[tupl
         one, other = first.resolved.get(part) or {}, second.resolved.get(part) or {}
         if part == "engine_packages" and not (one and other):
             continue  # a run without engines, such as a replay, has none
-        for name in sorted(one.keys() | other.keys()):
+        names = one.keys() | other.keys()
+        for name in sorted(names - PLACES - second_switches(names) if part == "settings" else names):
             values = [_value(found.get(name)) for found in (one, other)]
-            if values[0] != values[1] and not (part == "settings" and name in PLACES):
+            if values[0] != values[1]:
                 yield f"{mark}{name.replace('_', '-') if part == 'settings' else name}", values[0], values[1]
 
 
@@ -185,8 +190,22 @@ def settings_lines(found: Sequence[tuple[str, Any, Any]]) -> Iterator[str]:
         yield "settings, packages and environment are the same, but for where the runs are"
         return
     yield "these differ:"
+    yield from value_lines(found, "{} and {}", ("first run", "second run"))
+
+
+def value_lines(found: Sequence[tuple[str, Any, Any]], pair: str, sides: tuple[str, str]) -> Iterator[str]:
+    """Each pair of values in a line; what one of the ``sides`` alone has in one line for each kind of it."""
     for name, one, other in found:
-        yield f"  {name}: {_shown(one)} and {_shown(other)}"
+        if one is not None and other is not None:
+            yield f"  {name}: {pair.format(one, other)}"
+    for side, run in enumerate(sides):
+        only = [(name, values[side]) for name, *values in found if values[1 - side] is None]
+        for kind in ("-", "$", ""):
+            words = [f"{name} {value}" for name, value in only if kind == (name[0] if name[0] in "-$" else "")]
+            if words:
+                shown = words if kind == "-" else words[:MOST_SHOWN]
+                more = [f"{len(words) - len(shown)} more"] if len(shown) < len(words) else []
+                yield f"  only in the {run}: {', '.join([*shown, *more])}"
 
 
 def parting_lines(rollouts: int, parting: Parting | None, first: WrittenRun, second: WrittenRun) -> Iterator[str]:
@@ -212,7 +231,8 @@ def _steps_of(run: WrittenRun) -> str:
 
 
 def _value(entry: Any) -> Any:
-    return entry.get("value") if isinstance(entry, Mapping) else entry
+    value = entry.get("value") if isinstance(entry, Mapping) else entry
+    return None if value == [] else value
 
 
 def _same(one: Any, other: Any) -> bool:

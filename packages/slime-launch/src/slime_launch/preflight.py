@@ -70,6 +70,7 @@ class Checked:
         overrides: Settings of roles that differ from the flags.
         topology: What ``--sglang-config`` holds.
         packages: What is installed, and ``notes`` on Megatron's arguments, if they were found out ahead.
+        environment: The variables that the run may depend on, as the command was given them; Ray adds some of its own.
         said: How the data is read, and what a user should know of it, a line each.
     """
 
@@ -82,6 +83,7 @@ class Checked:
     num_engines: int
     packages: dict[str, dict[str, str] | None] | None = None
     notes: Sequence[str] | None = None
+    environment: Mapping[str, str] | None = None
     said: Sequence[str] = ()
 
 

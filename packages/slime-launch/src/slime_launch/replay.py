@@ -15,7 +15,7 @@ from slime_core.errors import DataError
 from slime_core.flags import Config, flag, flag_specs
 from slime_core.words import counted
 from slime_launch.console import RunConsole
-from slime_launch.diff import differences, settings_that_differ
+from slime_launch.diff import differences, settings_that_differ, value_lines
 from slime_launch.errors import FlagError, PreflightError
 from slime_launch.flags import read_train
 from slime_launch.manifest import read_manifest
@@ -219,9 +219,8 @@ def outcome(run: WrittenRun, again: WrittenRun, found: Replay) -> Iterator[str]:
             raise DataError(f"the replay has not trained on step {number + 1}; see {again.directory}/logs")
         if (words := next(differences(ours[number], theirs[number], run, again), None)) is not None:
             yield f"not equal: {from_where}, in step {number + 1} (rollout_id {number}) {words}"
-            for name, one, other in settings_that_differ(run, again):
-                if not name.startswith("--"):
-                    yield f"  {name}: {one} in the run, {other} now"
+            around = [values for values in settings_that_differ(run, again) if not values[0].startswith("--")]
+            yield from value_lines(around, "{} in the run, {} now", ("run", "replay"))
             yield "the same step gives something else on the same samples: a kernel, a package, the machine or --seed"
             return
     weights = len(ours[found.last].names)

@@ -31,7 +31,8 @@ VERSIONS_SECONDS = 60.0
 
 def write_resolved(checked: Checked, directory: Path) -> None:
     """Write the settings of a run and the versions of all packages; secrets are removed."""
-    found = resolved(checked, os.environ) | (checked.packages or packages(checked.settings))
+    found = resolved(checked, os.environ)
+    found |= checked.packages or packages(checked.settings)
     text = json.dumps(found, indent=1, ensure_ascii=False)
     write_whole(directory / FILE_NAME, text + "\n")
 
@@ -59,13 +60,20 @@ def resolved(checked: Checked, environment: Mapping[str, str]) -> dict[str, Any]
     defaults = {spec.dest: spec.default for config in CONFIGS.values() for spec in flag_specs(config)}
     values = settings.flags()
     for name, value in _derived(checked).items():
-        values[name] = value if values.get(name) is None else values[name]
+        is_open = values.get(name) is None or values[name] is False
+        values[name] = value if is_open else values[name]
     clean = without_secrets(values, environment)
     rows = {
         name: {"value": clean[name], "origin": _origin(name, values, defaults, settings.origins)} for name in values
     }
+    seen = variables(environment) if checked.environment is None else dict(checked.environment)
+    return {"settings": rows, "environment": seen}
+
+
+def variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that a run may depend on, without secrets."""
     seen = {name: value for name, value in sorted(environment.items()) if name.startswith(ENVIRONMENT)}
-    return {"settings": rows, "environment": without_secrets(seen, environment)}
+    return without_secrets(seen, environment)
 
 
 def _origin(name: str, values: Mapping[str, Any], defaults: Mapping[str, Any], origins: Mapping[str, str]) -> str:
@@ -77,11 +85,14 @@ def _origin(name: str, values: Mapping[str, Any], defaults: Mapping[str, Any], o
 
 
 def _derived(checked: Checked) -> dict[str, Any]:
-    """Values of flags that were left open, as the run uses them."""
+    """Values of flags that were left open, as the run uses them; of switches that are on by default, too."""
     settings, weights = checked.settings, checked.weights
     given = settings.megatron.global_batch_size
     return {
         "global_batch_size": given if settings.only_evaluates else global_batch_size(settings),
         "rollout_num_gpus": settings.cluster.rollout_gpus or None,
+        "offload_train": settings.cluster.offloads_train,
+        "offload_rollout": settings.cluster.offloads_rollout,
+        "rollout_skip_special_tokens": settings.rollout.sampling.skips_special_tokens,
         "ref_load": str(weights.ref_load) if weights is not None and weights.ref_load is not None else None,
     }

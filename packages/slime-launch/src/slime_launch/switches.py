@@ -65,6 +65,11 @@ def opposites(name: str, known: Collection[str]) -> tuple[str, ...]:
     return tuple(other for other in _against(name) if other in known)
 
 
+def second_switches(names: Collection[str]) -> set[str]:
+    """Of settings by name in Python the switches that another setting says the opposite of, or stands for."""
+    return {name for name in names if name.startswith("no_") and name[3:] in names} | {"fp32", "offload"} & {*names}
+
+
 def _against(name: str) -> tuple[str, ...]:
     """How the opposite of a switch is spelled, whether or not there is one."""
     prefix = next(prefix for prefix in _PREFIXES if name.startswith(prefix))

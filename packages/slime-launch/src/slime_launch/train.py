@@ -131,10 +131,11 @@ def supervise(checked: Checked, output_dir: Path) -> int:
 def with_facts(checked: Checked) -> Checked:
     """What was checked, with what takes half a second to find out and is only written down: Ray starts meanwhile."""
     from slime_launch.megatron_flags import argument_notes
-    from slime_launch.resolved import packages
+    from slime_launch.resolved import packages, variables
 
     notes = argument_notes(checked.settings, checked.shape)
-    return dataclasses.replace(checked, packages=packages(checked.settings), notes=notes)
+    found, environment = packages(checked.settings), variables(os.environ)
+    return dataclasses.replace(checked, packages=found, notes=notes, environment=environment)
 
 
 @contextlib.contextmanager
