@@ -93,6 +93,7 @@ def test_every_field_is_a_flag_with_help():
             "--rm-url is the teacher's address with --opd-type sglang, so --rm-type remote_rm cannot have it too",
         ),
         ({"rm_type": "dapo"}, "--rm-type dapo gives score (1 or -1) and acc (1 or 0)"),
+        ({"rm_type": "dapo", "reward_key": "scor"}, "and acc (1 or 0), no scor; choose one with --reward-key"),
         ({"group_rm": True}, "--group-rm has no effect without --custom-rm-path; give --custom-rm-path"),
         ({"custom_rm_kwargs": "{}"}, "--custom-rm-kwargs {} has no effect without --custom-rm-path"),
         ({"custom_rm_path": "a.b", "custom_rm_kwargs": "{"}, "--custom-rm-kwargs { is not JSON"),

@@ -1,4 +1,5 @@
 import json
+import re
 
 import numpy as np
 import pytest
@@ -368,3 +369,18 @@ def test_scalar_reward():
         Sample(**BASE, reward={"a": 2}).scalar_reward()
     with pytest.raises(DataError, match="sample 7 has no reward"):
         Sample(**BASE).scalar_reward()
+
+
+@pytest.mark.parametrize(
+    ("reward", "key", "message"),
+    [
+        ({"score": 1, "n": 2, "note": "x"}, None, r"the reward has the entries ['n', 'score']; choose one with"),
+        ({"score": 1, "n": 2, "note": "x"}, "scor", "the reward has no entry 'scor'; its numbers are ['n', 'score']: "),
+        ({"score": 1, "note": "x"}, "note", "the reward's note is 'x', which is not a number; its numbers are ['score"),
+        ({"note": "x"}, "score", "no entry of the reward ['note'] is a number; return one that is"),
+        ({"note": "x"}, None, "no entry of the reward ['note'] is a number; return one that is"),
+    ],
+)
+def test_a_reward_of_parts_names_those_that_can_be_chosen(reward, key, message):
+    with pytest.raises(DataError, match=f"^sample 7: {re.escape(message)}"):
+        Sample(**BASE, reward=reward).scalar_reward(key)

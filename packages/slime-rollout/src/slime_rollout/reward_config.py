@@ -133,7 +133,7 @@ class RewardConfig(Config, needs=GENERATES):
         if self.rm_url is not None and not _is_address(self.rm_url):
             yield f"--rm-url {self.rm_url} is not an address; write http://HOST:PORT/PATH"
         if self.rule in ("dapo", "boxed_dapo") and self.reward_key not in ("score", "acc"):
-            yield f"--rm-type {self.rule} gives score (1 or -1) and acc (1 or 0); choose one with --reward-key"
+            yield f"--rm-type {self.rule} {dapo_gives(self.reward_key)}"
         if self.opd_type != "sglang":
             return
         if self.rm_type in REMOTE_RULES:
@@ -143,6 +143,12 @@ class RewardConfig(Config, needs=GENERATES):
             )
         if self.rm_url is None:
             yield "--opd-type sglang needs --rm-url, the address of a SGLang server with the teacher"
+
+
+def dapo_gives(reward_key: str | None) -> str:
+    """What is wrong with a ``--reward-key`` of the rule ``dapo``."""
+    no_entry = "" if reward_key is None else f", no {reward_key}"
+    return f"gives score (1 or -1) and acc (1 or 0){no_entry}; choose one with --reward-key"
 
 
 def json_object(name: str, text: str, example: str) -> dict[str, Any]:

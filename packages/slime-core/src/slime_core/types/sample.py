@@ -307,18 +307,24 @@ _NEEDED = {"index", "group_index", "prompt"}
 def scalar_reward(index: int, reward: float | dict[str, Any] | None, key: str | None) -> float:
     """See :meth:`Sample.scalar_reward`."""
     if isinstance(reward, dict):
-        if key is None or key not in reward:
-            raise DataError(
-                f"sample {index}: the reward has the entries {sorted(reward)}; choose one with --reward-key"
-            )
-        if not isinstance(reward[key], int | float):
-            raise DataError(
-                f"sample {index}: the reward's {key} is {reward[key]!r}, which is not a number; --reward-key names one"
-            )
-        return float(reward[key])
+        value = None if key is None else reward.get(key)
+        if isinstance(value, int | float):
+            return float(value)
+        raise DataError(f"sample {index}: {_no_number(reward, key)}")
     if reward is None:
         raise DataError(f"sample {index} has no reward; score it before it is trained on")
     return float(reward)
+
+
+def _no_number(reward: dict[str, Any], key: str | None) -> str:
+    """Why a key chooses no number of a reward, and which do."""
+    numbers = sorted(name for name, value in reward.items() if isinstance(value, int | float))
+    if not numbers:
+        return f"no entry of the reward {sorted(reward)} is a number; return one that is"
+    if key is None:
+        return f"the reward has the entries {numbers}; choose one with --reward-key"
+    why = f"the reward's {key} is {reward[key]!r}, which is not a number" if key in reward else ""
+    return f"{why or f'the reward has no entry {key!r}'}; its numbers are {numbers}: choose one with --reward-key"
 
 
 def _versions(where: str, given: int | list[int], count: int) -> list[int]:

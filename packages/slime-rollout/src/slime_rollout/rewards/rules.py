@@ -18,7 +18,7 @@ from slime_core.errors import DataError
 from slime_core.interfaces import RewardValue
 from slime_core.types.checks import NOT_PLAIN, reward_part, scalar
 from slime_rollout.config import RolloutConfig
-from slime_rollout.reward_config import OTHER_RULES, REMOTE_RULES, RULES
+from slime_rollout.reward_config import OTHER_RULES, REMOTE_RULES, RULES, dapo_gives
 from slime_rollout.rewards.answers import after_hashes, after_thought, answer_line, answer_tag, last_boxed
 from slime_rollout.rewards.choices import METADATA_KEYS, choice_problem, multiple_choice
 from slime_rollout.rewards.maths import math_equal, read_number, same_number
@@ -177,7 +177,7 @@ def check_scoring(config: RolloutConfig, metadata: Metadata, label: str | None) 
     if rule in REMOTE_RULES and config.rewards.rule not in REMOTE_RULES:
         return f"{source} is {rule}, and no service is known; give --rm-type remote_rm with its --rm-url"
     if rule.removeprefix(BOXED) == "dapo" and config.rewards.reward_key not in ("score", "acc"):
-        return f"{source} is {rule}, which gives score (1 or -1) and acc (1 or 0); choose one with --reward-key"
+        return f"{source} is {rule}, which {dapo_gives(config.rewards.reward_key)}"
     return _check_label(rule, label, metadata, source)
 
 
