@@ -132,7 +132,7 @@ def make_plan(
         elif settings.rows is not None and found.shape is not None:
             limit = row_limit(settings, found.shape.max_position_embeddings)
             spec = DataSpec(rollout=settings.rollout, rows=settings.rows, max_length=limit)
-            row = problems.attempt(first_row, spec)
+            row = problems.attempt(first_row, spec, found.measured)
     rows_known = settings.rows is None or row is not None or not problems.lines or bool(found.not_here)
     layout = plan_layout(settings.placed, cuda=not device.is_cpu, trains=settings.trains)
     tokens = 0 if prompt is None else max(prompt.tokens, found.measured.longest)

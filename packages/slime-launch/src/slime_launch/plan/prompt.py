@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from slime_core.errors import DataError
 from slime_rollout.config import RolloutConfig
-from slime_rollout.data import PromptEncoder
+from slime_rollout.data import EncodedChat, PromptEncoder
 from slime_rollout.data.chat import template_tokenizer
 from slime_rollout.data.files import PromptFile, RawRow
 from slime_rollout.data.rows import check_row
 from slime_rollout.data_service import DataSpec, encode_row
+from slime_rollout.measure import Measured
 
 T = TypeVar("T")
 
@@ -72,10 +73,11 @@ class FirstRow:
     longest: int | None
 
 
-def first_row(spec: DataSpec) -> FirstRow:
+def first_row(spec: DataSpec, measured: Measured) -> FirstRow:
     """Render the first row of ``--prompt-data`` that can be used.
 
-    Rows are as long as they may be where --rollout-max-context-len says so; else one has most letters, and counts.
+    Rows are as long as they may be where --rollout-max-context-len says so, else as long as was ``measured``; where
+    not all were measured, one has most letters, and counts.
 
     Raises:
         ConfigError: The tokenizer cannot be loaded, or has no chat template where one is asked for.
@@ -98,11 +100,17 @@ def first_row(spec: DataSpec) -> FirstRow:
     ]
     longest = spec.max_length
     if spec.rollout.sampling.rollout_max_context_len is None:
-        rows = (raw for path in data.prompt_paths for _, raw in PromptFile(path).rows())
-        most = max(rows, key=lambda raw: len(raw.value if isinstance(raw.value, bytes) else str(raw.value)))
-        with contextlib.suppress(DataError):  # a bad one that is skipped, so that its length is not known
-            longest = max(len(encoded.tokens) for encoded in encode(most))
+        counted = [measured.files[path].longest for path in data.prompt_paths if path in measured.files]
+        with contextlib.suppress(DataError):  # a bad row that is skipped, so that its length is not known
+            longest = max(counted) if len(counted) == len(data.prompt_paths) else _longest(data.prompt_paths, encode)
     return FirstRow(samples=samples, longest=longest)
+
+
+def _longest(paths: Sequence[str], encode: Callable[[RawRow], Sequence[EncodedChat]]) -> int:
+    """Tokens of the row with most letters."""
+    rows = (raw for path in paths for _, raw in PromptFile(path).rows())
+    most = max(rows, key=lambda raw: len(raw.value if isinstance(raw.value, bytes) else str(raw.value)))
+    return max(len(encoded.tokens) for encoded in encode(most))
 
 
 def _first_usable(path: str, make: Callable[[RawRow], T], on_bad_data: str, *, streamed: bool = False) -> T:
