@@ -357,7 +357,7 @@ def started(settings, monkeypatch, **spies):
     for name, spy in spies.items():
         monkeypatch.setattr(run, name, spy)
     checked = types.SimpleNamespace(settings=settings, manifest=None, weights=None, data_notes=())
-    monkeypatch.setattr(run, "start_lines", lambda checked: [])
+    monkeypatch.setattr(run, "opening_lines", lambda checked, state: [])
     with pytest.raises(AskedError) as caught:
         run.drive(checked, Path("out"), RunConsole(io.StringIO()), Watch())
     return caught.value.args[0]

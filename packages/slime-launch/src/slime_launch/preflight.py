@@ -72,6 +72,7 @@ class Checked:
         packages: What is installed, and ``notes`` on Megatron's arguments, if they were found out ahead.
         environment: The variables that the run may depend on, as the command was given them; Ray adds some of its own.
         said: How the data is read, and what a user should know of it, a line each.
+        replays: Steps of a run are trained on again.
     """
 
     settings: Settings
@@ -85,6 +86,7 @@ class Checked:
     notes: Sequence[str] | None = None
     environment: Mapping[str, str] | None = None
     said: Sequence[str] = ()
+    replays: bool = False
 
 
 def preflight(settings: Settings, known: Sequence[str] = (), *, first_rollout: int = 0) -> Checked:

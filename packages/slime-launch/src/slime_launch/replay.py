@@ -193,7 +193,7 @@ def checked_replay(run: WrittenRun, found: Replay, output_dir: Path) -> Checked:
     config.write_text(json.dumps(values, indent=1), encoding="utf-8")  # which is YAML, too
     words = ["--config", str(config), "--output-dir", str(output_dir), "--num-rollout", str(found.last + 1)]
     words += ["--load-debug-rollout-data", found.template, "--trainer-max-restarts", "0"]
-    checked = preflight(*read_train(words), first_rollout=found.first)
+    checked = dataclasses.replace(preflight(*read_train(words), first_rollout=found.first), replays=True)
     save = run.setting("save")
     manifest = None if save is None else read_manifest(Path(save))
     if manifest is None:

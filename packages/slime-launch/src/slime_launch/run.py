@@ -135,17 +135,8 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch,
     started = time.monotonic()
     settings, manifest = checked.settings, checked.manifest
     state = RunState(settings, manifest, checked.weights, output_dir=output_dir)
-    if manifest is not None:
-        where = settings.megatron.save or state.resume_from
-        console.line(f"continuing the run in {where} after step {state.iteration}")
-    if state.evaluated is not None:
-        console.line(f"evaluating {state.evaluated}")
-    on_cpu = run_device() == "cpu"
-    slow = micro_batch_notes(settings, on_cpu=on_cpu) + hand_over_notes(settings, on_cpu=on_cpu)
-    for notice in (*notices(settings), *slow, *start_lines(checked), *cluster_notices(os.environ.get("RAY_ADDRESS"))):
-        console.line(notice)
-    if settings.megatron.save is None and settings.trains and not settings.only_evaluates:
-        console.line("no --save: this run writes no checkpoint and cannot be continued")
+    for line in opening_lines(checked, state):
+        console.line(line)
     with contextlib.ExitStack() as stack:
         stalls = StallWatch(settings.run.stall_timeout, watch, output_dir / "logs", lambda: console.silent)
         stack.callback(stalls.close)
@@ -322,6 +313,27 @@ def start(
     for notice in found or ():
         console.line(notice)
     return trainers, rollout
+
+
+def opening_lines(checked: Checked, state: RunState) -> list[str]:
+    """What a run is, and what of its command could be otherwise; of a replay, whose command is the run's, the first."""
+    settings = checked.settings
+    if checked.replays:
+        begins = f"checkpoint {state.resume_from}" if state.resume_from is not None else "the run's beginning"
+        first, last = state.iteration + 1, settings.num_rollout
+        steps = f"step {last}" if first == last else f"steps {first} to {last}"
+        return [f"training on {steps} again, from {begins}"]
+    lines = []
+    if checked.manifest is not None:
+        lines.append(f"continuing the run in {settings.megatron.save} after step {state.iteration}")
+    if state.evaluated is not None:
+        lines.append(f"evaluating {state.evaluated}")
+    on_cpu = run_device() == "cpu"
+    lines += notices(settings) + micro_batch_notes(settings, on_cpu=on_cpu) + hand_over_notes(settings, on_cpu=on_cpu)
+    lines += start_lines(checked) + cluster_notices(os.environ.get("RAY_ADDRESS"))
+    if settings.megatron.save is None and settings.trains and not settings.only_evaluates:
+        lines.append("no --save: this run writes no checkpoint and cannot be continued")
+    return lines
 
 
 def start_lines(checked: Checked) -> list[str]:
