@@ -111,6 +111,29 @@ def test_an_example_is_the_end_of_the_prompt_and_the_beginning_of_the_response(p
     assert example_line({"prompt": prompt, "response": response}) == shown
 
 
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        (0.5, " (reward 0.5)"),
+        (None, ""),
+        ({"score": 2 / 3, "words": 15.0, "note": "x"}, " (reward score 0.666667, words 15, note x)"),
+        (
+            {"right": True, "note": "a\nlong " * 20, "steps": [1, 2], "none": None},
+            " (reward right 1, note a long a long a long a long a long a lon…, steps [1, 2], none null)",
+        ),
+    ],
+)
+def test_a_reward_is_shown_with_all_its_parts(reward, words):
+    assert example_line({"prompt": "p", "response": "r", "reward": reward}) == f"p → r{words}"
+
+
+def test_further_numbers_of_a_reward_are_in_the_lines_of_steps_and_evaluations():
+    row = {"rollout/raw_reward": 0.5, "rollout/reward/words": 12.25, "rollout/reward/style": 1234.5}
+    assert "  reward 0.500 (words 12.25, style 1234)  " in step_line(BATCH, 40, row, {}, compares_samples=False)
+    report = dataclasses.replace(EVAL, metrics=EVAL.metrics | {"eval/aime/reward/words": 3.0})
+    assert eval_line(report) == "eval after step 4: sums 0.750  aime -0.250 (words 3) (pass@16 60.0%)  1.5 s"
+
+
 def test_an_evaluation_says_after_which_step_it_is():
     of = {
         (0, False): "eval before step 1",

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from slime_convert import verify
 from slime_convert.convert import hf_to_torch_dist
 from slime_convert.errors import GgufError, UnsupportedModelError
-from slime_convert.formats.gguf import GgufWeights
+from slime_convert.formats.gguf import GgufWeights, need_extra
 from slime_convert.quantize.convert import hf_to_fp8
 from tiny_models import read, weights_of
 
@@ -208,3 +208,5 @@ def test_the_extra_is_asked_for(origin, family, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(GgufError, match=r"reading GGUF needs gguf, which is not installed; run: .*install .*'gguf>="):
         verify(path, origin)
+    with pytest.raises(GgufError, match=r"needs gguf and transformers, which are not installed; run: .*'gguf>="):
+        need_extra("gguf", "transformers")

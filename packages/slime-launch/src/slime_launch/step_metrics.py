@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import textwrap
 from collections import Counter
@@ -15,7 +16,7 @@ from slime_core.words import duration
 from slime_launch.shards import EXAMPLES, NO_ADVANTAGE, Example, ReadyRollout, examples
 
 REASON_CHARACTERS = 100
-PROMPT_CHARACTERS, RESPONSE_CHARACTERS = 80, 120
+PROMPT_CHARACTERS, RESPONSE_CHARACTERS, PART_CHARACTERS = 80, 120, 40
 RECENT = 10
 ROUNDING = 5e-8  # less is what float32 leaves of 0
 DRIFT = "train/train_rollout_logprob_abs_diff"
@@ -78,7 +79,8 @@ def eval_line(report: EvalReport, *, alone: bool = False) -> str:
         tag = f"eval/{name}-pass@"
         rates = {int(key.removeprefix(tag)): rate for key, rate in report.metrics.items() if key.startswith(tag)}
         k = max(rates, default=1)
-        words.append(f"{name} {score:.3f}" + (f" (pass@{k} {rates[k]:.1%})" if k > 1 else ""))
+        parts = parts_words(report.metrics, f"eval/{name}/reward/")
+        words.append(f"{name} {score:.3f}{parts}" + (f" (pass@{k} {rates[k]:.1%})" if k > 1 else ""))
     line = f"{eval_title(report.rollout_id, alone=alone)}: {'  '.join(words)}  {duration(report.seconds)}"
     return "\n".join([line, *example_lines(eval_examples(report))])
 
@@ -118,13 +120,31 @@ def example_line(example: Example) -> str:
     prompt = prompt if len(prompt) <= PROMPT_CHARACTERS else f"…{prompt[-PROMPT_CHARACTERS:]}"
     response = response if len(response) <= RESPONSE_CHARACTERS else f"{response[:RESPONSE_CHARACTERS]}…"
     reward = example.get("reward")
-    if isinstance(reward, dict):  # it may carry texts, long ones too
-        reward = {name: value for name, value in reward.items() if isinstance(value, int | float)}
-    end = (
-        "" if reward is None else f" (reward {reward:g})" if isinstance(reward, int | float) else f" (reward {reward})"
-    )
+    words = reward_words(reward)
+    end = "" if reward is None else f" (reward {words})"
     start = f"{example['set']}: " if "set" in example else ""
     return f"{start}{prompt} → {response}{end}"
+
+
+def reward_words(reward: Any) -> str:
+    """A reward for people: a number, or its parts by name, texts in them by their beginnings."""
+    if isinstance(reward, int | float):
+        return f"{reward:g}"
+    parts = reward.items() if isinstance(reward, dict) else ()
+    return ", ".join(f"{name} {_part(value)}" for name, value in parts)
+
+
+def _part(value: Any) -> str:
+    if isinstance(value, int | float):
+        return f"{value:g}"
+    text = " ".join((value if isinstance(value, str) else json.dumps(value)).split())
+    return text if len(text) <= PART_CHARACTERS else f"{text[:PART_CHARACTERS]}…"
+
+
+def parts_words(row: Mapping[str, Any], start: str) -> str:
+    """The means of a reward's further parts, whose names in ``row`` begin with ``start``, in brackets; or nothing."""
+    means = {name.removeprefix(start): value for name, value in row.items() if name.startswith(start)}
+    return f" ({', '.join(f'{name} {value:.4g}' for name, value in means.items())})" if means else ""
 
 
 def step_line(
@@ -141,7 +161,7 @@ def step_line(
     """
     words = [f"step {batch.rollout_id + 1:>{len(str(num_rollout))}}/{num_rollout}"]
     if "rollout/raw_reward" in row:
-        words.append(f"reward {row['rollout/raw_reward']:.3f}")
+        words.append(f"reward {row['rollout/raw_reward']:.3f}{parts_words(row, 'rollout/reward/')}")
     if reasons := batch.failures:
         often = Counter(reasons).most_common(1)[0][0]
         what = f"{len(reasons)} of {batch.num_samples} not scored"

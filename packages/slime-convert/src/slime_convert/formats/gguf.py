@@ -278,8 +278,9 @@ def need_extra(*modules: str) -> None:
     """Refuse to go on without a module of the ``gguf`` extra (:class:`GgufError`)."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
+        are = "is" if len(missing) == 1 else "are"
         raise GgufError(
-            f"reading GGUF needs {', '.join(missing)}, which is not installed; run: "
+            f"reading GGUF needs {' and '.join(missing)}, which {are} not installed; run: "
             f"{install_hint('slime-convert', 'gguf')}"
         )
 
