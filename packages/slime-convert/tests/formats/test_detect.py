@@ -1,6 +1,7 @@
 """Which format a path holds, by every command alike."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -64,6 +65,15 @@ def test_a_gguf_file_is_known_by_its_name_or_its_first_bytes(tmp_path):
     (tmp_path / "text").write_text("GG")
     with pytest.raises(CheckpointError, match="text is not a checkpoint of a known format"):
         detect(tmp_path / "text")
+
+
+@pytest.mark.parametrize("form", ["torch_dist", "hf"])
+def test_a_file_of_a_checkpoint_that_is_given_for_it_says_to_give_its_directory(tmp_path, form):
+    mark(tmp_path, form)
+    for name in MARKS[form]:
+        words = re.escape(f"{tmp_path / name} is a file of a checkpoint of format {form}; give its directory")
+        with pytest.raises(CheckpointError, match=f"^{words}$"):
+            detect(tmp_path / name)
 
 
 def test_a_config_beside_a_gguf_file_does_not_make_it_hugging_faces(tmp_path):

@@ -60,6 +60,9 @@ def detect(path: str | Path, allowed: Collection[str] | None = None) -> Checkpoi
             more = f"slime-convert {form.command} converts it"
             raise CheckpointError(f"{place} is a checkpoint of format {form.name}; allowed: {advice}; {more}")
         return Checkpoint(form, found)
+    for form in usable if place.is_file() else ():
+        if form.name != "gguf" and form.find(place.parent) is not None:  # a GGUF file is given itself
+            raise CheckpointError(f"{place} is a file of a checkpoint of format {form.name}; give its directory")
     raise CheckpointError(f"{place} is not a checkpoint of a known format; give one of these: {advice}")
 
 
