@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from slime_launch.cli import main
+from slime_launch.devices import find_device
+from slime_launch.flags import parse_train
 from slime_launch.plan import cost
 from slime_launch.plan.cost import PhaseTime
 
@@ -64,6 +66,16 @@ def test_a_figure_that_is_assumed_is_printed(planned):
         assert figure in assumed
     assert all(f"assumed: {line}" in out for line in assumed.splitlines())
     assert "1 GB/s of a file system" in "\n".join(planned("--no-async-save")["assumed"])
+
+
+def test_times_on_a_cpu_assume_no_other_work(flags, to_words):
+    """And weights that are sent there are copied within host memory."""
+    settings = parse_train(to_words(flags))
+    sent = cost.PhaseTime(phase="send weights", seconds=1.0, of="bytes", times=1)
+    first, *others = cost.assumed(settings, find_device("cpu", None), [sent])
+    assert first == "no other work on the machine: with some, all of this takes longer"
+    assert "3 GB/s within host memory" in others
+    assert cost.assumed(settings, find_device("cpu", None), []) == []
 
 
 def test_each_assumption_is_the_one_that_is_computed_with(planned, monkeypatch):

@@ -181,7 +181,9 @@ def step_line(
     generated = "perf/data_time" not in row
     phases = [("rollout", "generate" if generated else "data"), ("train", "train")]
     phases += [("update_weights", "sync")] if generated else []
-    words.append(" ".join(f"{title} {duration(row.get(f'perf/{name}_time', 0.0))}" for name, title in phases))
+    spent = " ".join(f"{title} {duration(row.get(f'perf/{name}_time', 0.0))}" for name, title in phases)
+    moved = row.get("perf/sleep_time", 0.0) + row.get("perf/wake_up_time", 0.0)
+    words.append(f"{spent} ({duration(moved)} of it handing memory over)" if moved else spent)
     return "  ".join(words)
 
 

@@ -234,10 +234,14 @@ def assumed(settings: Settings, device: Device, times: Sequence[PhaseTime]) -> l
     ]
     if device.is_cpu:
         core = f"{device.operations / 1e9:,.0f} GFLOP/s and {giga:,.0f} GB/s of a core"
-        rows = [(("log-probs", "train", "generate"), f"{core}, and {CPU_LATENCY * 1e3:g} ms for each step of decoding")]
+        rows = [
+            (tuple(one.phase for one in times), "no other work on the machine: with some, all of this takes longer"),
+            (("log-probs", "train", "generate"), f"{core}, and {CPU_LATENCY * 1e3:g} ms for each step of decoding"),
+        ]
     copies = settings.megatron.async_save or device.is_cpu or settings.megatron.offload_fraction
     if copies:
-        rows.append((("optimizer on the host", "hand over", "save"), f"{HOST_COPY / 1e9:g} GB/s within host memory"))
+        copied = ("optimizer on the host", "hand over", "save", *(("send weights",) if device.is_cpu else ()))
+        rows.append((copied, f"{HOST_COPY / 1e9:g} GB/s within host memory"))
     if not settings.megatron.async_save or settings.run.save_hf is not None:
         rows.append((("save",), f"{DISK / 1e9:g} GB/s of a file system"))
     if not device.is_cpu:
