@@ -154,7 +154,7 @@ def test_the_line_of_a_step(words):
 def test_the_time_that_memory_took_to_change_hands_is_said_of_the_phases_that_hold_it():
     row = rollout_row(BATCH, REPORT, SYNC, SECONDS)
     line = step_line(BATCH, 40, row | {"perf/sleep_time": 0.25, "perf/wake_up_time": 1.0}, {}, compares_samples=True)
-    assert line.endswith("sync 0.5 s (1.2 s of it handing memory over)")
+    assert line.endswith("sync 0.5 s (1.2 s of these handing memory over)")
     none = row | {"perf/sleep_time": 0.0, "perf/wake_up_time": 0.0}
     assert step_line(BATCH, 40, none, {}, compares_samples=True).endswith("sync 0.5 s")
 

@@ -183,7 +183,7 @@ def step_line(
     phases += [("update_weights", "sync")] if generated else []
     spent = " ".join(f"{title} {duration(row.get(f'perf/{name}_time', 0.0))}" for name, title in phases)
     moved = row.get("perf/sleep_time", 0.0) + row.get("perf/wake_up_time", 0.0)
-    words.append(f"{spent} ({duration(moved)} of it handing memory over)" if moved else spent)
+    words.append(f"{spent} ({duration(moved)} of these handing memory over)" if moved else spent)
     return "  ".join(words)
 
 
