@@ -133,7 +133,7 @@ FEATURES = tuple(
 def stand_ins() -> Iterator[None]:
     """Within the block, every file that a command names is in the working directory, as far as checks look at it."""
     kept = {name: os.environ.get(name) for name in ENVIRONMENT}
-    asks_core = patch.object(core_check, "_ask_core", lambda config, shape: None)  # takes seconds, and tested there
+    asks_core = patch.object(core_check, "_ask_core", lambda question: None)  # takes seconds, and tested there
     asked_once = patch.object(python, "importable_in", functools.cache(importable_in))
     on_gpus = patch.object(server, "engine_device", lambda: "cuda")
     uncounted = patch.object(preflight, "measure", lambda settings, shape: Measured())  # that needs a tokenizer

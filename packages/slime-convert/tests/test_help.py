@@ -172,7 +172,8 @@ class TestMegatronFlags:
             assert main(["hf-to-torch-dist", "--hf-checkpoint", str(made(name)), "-q", *save, *words]) == 0
 
     def test_what_is_no_model(self, tmp_path, capsys):
-        for model, told in (("qwen3-5B", "no published model of that name; slime-convert list-models"), (tmp_path, "")):
+        near = "no published model of that name; did you mean qwen3-8B? slime-convert list-models"
+        for model, told in (("qwen3-5B", near), (tmp_path, "")):
             assert main(["megatron-flags", str(model)]) == 2
             out, err = capsys.readouterr()
             assert out == "" and told in err and err.count("\n") == 1

@@ -29,7 +29,19 @@ def build(shape, padded_vocab_size):
         "deterministic_mode": shape.linear_attention_freq is not None,
         "dsa_indexer_loss_coeff": 0.0,
     }
-    megatron.layer_spec = lambda config: change_spec(stock_spec(config), shape)
+    full = []  # a layer as core makes it: a module has full attention, whatever the model's layers have
+
+    def layer_spec(config):
+        spec = stock_spec(config)
+        full.append(spec.layer_specs[-1])
+        return change_spec(spec, shape)
+
+    def module_spec(config, _, **named):
+        return stock_module_spec(config, full[-1], **named)
+
+    megatron.layer_spec = layer_spec
+    # Core's own is asked for by name when a model is built, so it is put there before, and put back for the next one.
+    gpt_layer_specs.get_gpt_mtp_block_spec = module_spec if shape.linear_attention_freq else stock_module_spec
     return change_model(stock_build(shape, padded_vocab_size), shape)
 
 
@@ -42,11 +54,8 @@ def change_spec(spec, shape):
             layer.submodules.self_attention.submodules.core_attention = part
         if sparse:
             dsa.rotate_activation = hadamard
-    gpt_layer_specs.get_gpt_mtp_block_spec = stock_module_spec
     if shape.linear_attention_freq:
         gdn.HAVE_FLA, gdn.l2norm = True, l2_norm
-        full = spec.layer_specs[-1]  # a module's attention, whatever the last layer's is
-        gpt_layer_specs.get_gpt_mtp_block_spec = lambda config, _, **named: stock_module_spec(config, full, **named)
         for number, is_linear in enumerate(shape.linear_attention_freq):
             if is_linear:
                 spec.layer_specs[number] = linear_attention_layer(spec.layer_specs[number])

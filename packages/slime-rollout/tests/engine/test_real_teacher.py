@@ -94,11 +94,11 @@ def test_a_student_that_is_its_own_teacher_reads_its_own_log_probs(teacher_fleet
 
 
 def test_a_sample_that_is_too_long_for_the_teacher(teacher_fleet, tiny_model, caplog):
-    teacher = make_teacher(config(tiny_model, teacher_fleet.engine_urls[0], rollout_max_response_len=1017))
-    assert "samples may get 1018 tokens long" in caplog.text and "takes 1017" in caplog.text
+    teacher = make_teacher(config(tiny_model, teacher_fleet.engine_urls[0], rollout_max_response_len=8185))
+    assert "samples may get 8186 tokens long" in caplog.text and "takes 8185" in caplog.text
     generator = torch.Generator().manual_seed(4)
-    fits, too_long = (random_sample(index, 17, length, generator) for index, length in enumerate((1000, 1001)))
+    fits, too_long = (random_sample(index, 17, length, generator) for index, length in enumerate((8168, 8169)))
     asyncio.run(teacher(fits))
-    assert len(fits.teacher_log_probs) == 1000
-    with pytest.raises(TeacherError, match=r"sample 1 of 1018 tokens: .* refused it \(HTTP 400: .*1018 tokens"):
+    assert len(fits.teacher_log_probs) == 8168
+    with pytest.raises(TeacherError, match=r"sample 1 of 8186 tokens: .* refused it \(HTTP 400: .*8186 tokens"):
         asyncio.run(teacher(too_long))

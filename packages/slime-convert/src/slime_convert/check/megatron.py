@@ -129,7 +129,9 @@ def build(shape: ModelShape, padded_vocab_size: int) -> Any:
 
     config = _transformer_config(shape)
     spec = layer_spec(config)
-    modules = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if shape.mtp_num_layers else None
+    full = [layer for number, layer in enumerate(spec.layer_specs) if shape.has_layer("full", number)]
+    inner = full[-1] if full else spec  # a module's layer is as the last with full attention
+    modules = get_gpt_mtp_block_spec(config, inner, use_transformer_engine=False) if shape.mtp_num_layers else None
     return GPTModel(
         config,
         spec,
