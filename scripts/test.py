@@ -66,8 +66,8 @@ ENVS = (
     Env("core", 20),
     Env("convert", 30),
     Env("megatron", 45),
-    Env("rollout", 45, engine=True),
-    Env("launch", 40, engine=True),
+    Env("launch", 45, engine=True),
+    Env("rollout", 40, engine=True),  # late: its two processes use both cores when little else is left
     Env("integration", 75, engine=True, full=("--numprocesses=3", "--dist=loadfile")),  # it has most of them by far
 )
 
