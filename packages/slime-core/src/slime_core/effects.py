@@ -17,13 +17,10 @@ def asks(spec: FlagSpec, value: Any) -> bool:
 
 def shown_needs(spec: FlagSpec, specs: Mapping[str, FlagSpec]) -> list[str]:
     """What a flag needs besides the defaults of others, for help."""
-    defaults = {dest: other.default for dest, other in specs.items()}
-    needs = [
-        need
-        for need in spec.needs or ()
-        if need.kind is None and not any(_holds(one, specs, defaults, ()) for one in need.any_of)
-    ]
-    return [str(need) for need in needs]
+    needs = [need for need in spec.needs or () if need.kind is None]
+    asked = {one.dest for need in needs for one in need.any_of if isinstance(one, Condition)}
+    defaults = {dest: specs[dest].default for dest in asked if dest in specs}
+    return [str(need) for need in needs if not any(_holds(one, specs, defaults, ()) for one in need.any_of)]
 
 
 def missing_need(

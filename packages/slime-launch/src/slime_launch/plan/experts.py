@@ -40,9 +40,9 @@ def uneven_experts(shape: ModelShape, ranks: int, estimate: Callable[[ModelShape
     """
     if not shape.num_experts or not shape.moe_router_topk or ranks == 1:
         return []
-    topk = shape.moe_router_topk
+    experts, topk = shape.num_experts, shape.moe_router_topk
     shape = dataclasses.replace(shape, moe_router_num_groups=None, moe_router_group_topk=None)  # one may have all
-    chosen = sorted({topk, min(2 * topk, shape.num_experts), min(ranks * topk, shape.num_experts)})
+    chosen = sorted({topk, min(2 * topk, experts), min(ranks * topk, experts)})
     found = []
     for choices in chosen:
         other = estimate(dataclasses.replace(shape, moe_router_topk=choices))
