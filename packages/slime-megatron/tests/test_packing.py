@@ -138,6 +138,15 @@ def test_sharing_computes_a_prompt_once():
     assert MicroBatch(samples, share_prompts="on").pack().computed_tokens == 16 * (40 + 8 * 5)
 
 
+@pytest.mark.parametrize(("others", "runs", "lengths"), [((), [3], []), (([6, 7],), [3, 1], [1])])
+def test_a_response_of_one_token_is_no_run_of_its_own(others, runs, lengths):
+    """It is the target of its prompt's last token, and no input."""
+    samples = [sample([1, 2, 3], response) for response in ([4], [5], *others)]
+    attention = MicroBatch(samples, share_prompts="on").pack().attention
+    assert attention.runs.tolist() == runs
+    assert [one.length for one in attention.continuations] == lengths
+
+
 def test_only_equal_prompts_of_one_group_are_shared():
     other_group = [sample([1, 2], [3] * 20), sample([1, 2], [3] * 20, group=1)]
     other_prompt = [sample([1, 2], [3] * 20), sample([1, 5], [3] * 20)]

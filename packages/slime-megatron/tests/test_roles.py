@@ -337,6 +337,7 @@ def test_a_teacher_in_the_trainer_is_one_whose_log_probs_come_with_the_samples(
     ranks.start(1, dataclasses.replace(config, load=other_weights), model.shape)
     rows = ranks.first("forward", make_shards(samples))
     given = [dataclasses.replace(s, teacher_log_probs=row) for s, row in zip(samples, rows, strict=True)]
+    assert "opd_reverse_kl" not in ranks.first("train", make_shards(given)).steps[0]  # nobody asked for it
     found = []
     for own, shards in ((None, make_shards(given, steps=2)), (other_weights, make_shards(samples, steps=2))):
         ranks.start(1, dataclasses.replace(config, opd_teacher_load=own), model.shape, algorithm)
