@@ -18,6 +18,7 @@ from slime_launch.plan.cost import Sizes
 from slime_launch.plan.engines import engine_groups, engine_memory, num_parameters
 from slime_launch.plan.fit import check_engine, check_phases, check_trainer
 from slime_launch.plan.memory import host_phase, phases, trainer_memory
+from slime_rollout.engine.server import KV_TOKENS
 
 DATA = Path(__file__).parent / "data"
 REPORTS = json.loads((DATA / "memory_reports.json").read_text())
@@ -142,6 +143,15 @@ def test_the_cache_takes_what_weights_leave_of_the_fraction():
     per_token = 2 * 32 * 8 * 128 * 2  # keys and values, layers, groups, channels, bf16
     assert memory.kv_tokens == (int(DEVICES["h100"].memory * 0.5) - memory.weights) // per_token
     assert memory.weights == 2 * 8_030_261_248  # as the model card counts
+
+
+@pytest.mark.parametrize(("model", "tokens"), [("llama3-8B", KV_TOKENS), ("qwen3-4B", 40960)])
+def test_on_a_cpu_the_cache_of_all_ranks_has_a_number_of_tokens_and_room_for_the_longest(model, tokens):
+    """Llama's context is 8192 tokens, Qwen3's 40960; both have eight groups of 128 channels."""
+    settings = settings_of({"model": model, "device": "h100", "gpus": 2, "engine_gpus": 2, "tokens": 1, "flags": {}})
+    memory = memory_of_engine(settings, shape_of(model), find_device("cpu", None))
+    layers = {"llama3-8B": 32, "qwen3-4B": 36}[model]
+    assert (memory.kv_tokens, memory.kv_cache) == (tokens, tokens * 2 * layers * 8 * 128 * 2)
 
 
 def test_host_memory_of_frozen_and_sleeping_models_is_compared_where_it_is_known():
