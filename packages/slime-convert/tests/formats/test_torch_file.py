@@ -82,6 +82,12 @@ def test_plain_values_are_read_and_others_described(tmp_path):
     assert content == {"number": 1, "text": "a", "list": [1, 2]}
 
 
+def test_a_tensor_of_another_kind_of_number_is_not_one_here(tmp_path):
+    torch.save(torch.zeros(3, dtype=torch.complex128), tmp_path / "file.pt")
+    file = TorchFile(tmp_path, "file.pt")
+    assert file.tensor(file.content(), "x") is None
+
+
 def test_a_part_of_a_larger_file(tmp_path):
     tensor = torch.arange(10.0)
     torch.save(tensor, tmp_path / "part")
