@@ -96,7 +96,7 @@ def test_eval_says_that_a_number_of_rollouts_has_no_effect(words, file, is_said,
     monkeypatch.setattr(train, "train", lambda argv, notes=(): seen.append((argv[-2:], list(notes))) or 0)
     (tmp_path / "run.toml").write_text(file)
     assert main(["eval", *words.split(), "--config", str(tmp_path / "run.toml")]) == 0
-    said = ["no effect, as there is no rollout, only evaluation: --num-rollout"]
+    said = ["no effect, as the run only evaluates: --num-rollout"]
     assert seen == [(["--num-rollout", "0"], said if is_said else [])]
 
 

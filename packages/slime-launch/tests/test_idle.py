@@ -200,7 +200,7 @@ def test_what_an_evaluation_does_not_look_at_is_named(load):
     said = {line.partition(": ")[0]: names(line.partition(":")[2]) for line in noted}
     none = "no effect, as there are no trainers"
     kept = "no effect, as weights stay as they are"
-    assert said.pop("no effect, as there is no rollout, only evaluation") == names(rollouts)
+    assert said.pop("no effect, as the run only evaluates") == names(rollouts)
     assert names(f"{optimizer} {saves}") == set().union(*said.values())
     assert set(said) == ({kept} if load else {kept, none})
     assert not any(line.startswith("--num-epoch") for line in notices(settings))

@@ -20,7 +20,7 @@ def seen(row, query):
 
 
 def reference(query, key, value, row, scale=None):
-    """Output of each query in float64: all products, of which it sees those that :func:`seen` gives it."""
+    """Output of each query in float64: all products, masked but for the keys of :func:`seen`."""
     of_head = torch.arange(query.shape[1]) // (query.shape[1] // key.shape[1])
     query, key, value = query.double(), key.double()[:, of_head], value.double()[:, of_head]
     hidden = torch.ones(len(query), len(key), dtype=torch.bool)

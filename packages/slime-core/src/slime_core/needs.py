@@ -101,7 +101,7 @@ TRAINS = kind("trains", "nothing is trained")
 LAGS = kind("lags", "all tokens are of the weights that train on them")
 TRAINERS = kind("trainers", "there are no trainers")
 UPDATES = kind("updates", "weights stay as they are")
-ROLLOUTS = kind("rollouts", "there is no rollout, only evaluation")
+ROLLOUTS = kind("rollouts", "the run only evaluates")
 """The kinds of runs. What samples need not generate them: they may be recorded."""
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 STOP_SECONDS = 10.0
 KILLED = (128 + 6, 128 + 9, 128 + 11)  # SIGABRT, SIGKILL, SIGSEGV
 ASYNC_BUFFER = "--async-buffer-size"
-NO_ROLLOUT = "no effect, as there is no rollout, only evaluation: --num-rollout"
+NO_ROLLOUT = "no effect, as the run only evaluates: --num-rollout"
 
 
 def train_async(argv: list[str]) -> int:
