@@ -98,6 +98,41 @@ def test_bytes_of_a_number_in_a_checkpoint_and_in_a_step_on_the_host(planned):
     assert found["save"]["of"] == f"{12 * numbers:,} bytes"
 
 
+def test_an_export_is_read_from_the_checkpoint_and_written(planned):
+    def saved(*more):
+        [found] = [one for one in planned(*more)["times"] if one["phase"] == "save"]
+        return found
+
+    exported, alone = saved("--save-hf", "exported/{rollout_id}"), saved()
+    assert exported["seconds"] - alone["seconds"] == pytest.approx(2 * 61_064_245_248 / 1e9, rel=1e-3)
+    assert exported["of"] == f"{alone['of']}, and exported"
+
+
+def test_a_step_of_decoding_reads_the_weights_that_its_tokens_visit(planned):
+    """With one response at a time on each of two engines: chosen experts, attention, router and head once a token."""
+    [found] = [one for one in planned("--rollout-concurrency", "2")["times"] if one["phase"] == "generate"]
+    assert found["of"] == "2 engines, 1 of 128 responses at a time"
+    attention = HIDDEN * 128 * (32 + 4 + 4 + 32)
+    layer = attention + CHOSEN * 3 * HIDDEN * WIDTH + 128 * HIDDEN
+    visited, cached = LAYERS * layer + 151_936 * HIDDEN, (2048 + 8192 / 2) * LAYERS * 2 * 4 * 128
+    step = 2 * (visited + cached) / (8 * 3350e9 * 0.6) + 5e-3
+    assert found["seconds"] == pytest.approx(128 * 8192 * step, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("more", "is_said"),
+    [
+        ([], True),
+        (["--no-async-save"], True),
+        (["--no-optimizer-cpu-offload"], True),
+        (["--no-async-save", "--no-optimizer-cpu-offload"], False),
+    ],
+    ids=["both", "steps on the host", "saves beside the run", "neither"],
+)
+def test_copies_within_host_memory_are_assumed_where_something_is_copied_there(planned, more, is_said):
+    assert ("3 GB/s within host memory" in planned(*more)["assumed"]) == is_said
+
+
 def test_a_run_that_generates_ahead_takes_what_takes_longer():
     times = [
         PhaseTime(phase=phase, seconds=seconds, of="", times=2)

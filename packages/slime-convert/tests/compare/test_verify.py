@@ -138,6 +138,23 @@ def test_another_shape_is_told_and_the_worst_comes_first(one_origin, td, tmp_pat
     assert lines[-1].startswith("different: 33 equal, 1 shape, 2 values (") and "bfloat16 24" in lines[4]
 
 
+def test_kinds_of_differences_are_in_order_of_what_they_mean(tmp_path, one_origin):
+    """From what no tolerance allows down to what changes no value; within a kind the larger difference first."""
+    step = 2.0**-12
+    left = {name: torch.ones(2) for name in ("a", "b", "c", "d", "e", "gone")}
+    right = {
+        "a": torch.ones(2, dtype=torch.bfloat16),
+        "b": torch.tensor([1.0, 1.0 + 2**-40], dtype=torch.float64),
+        "c": torch.full((2,), 1 + step),
+        "d": torch.full((2,), 1 + 2 * step),
+        "e": torch.ones(3),
+        "new": torch.ones(2),
+    }
+    found = verify(write_hf(tmp_path / "left", left, one_origin), write_hf(tmp_path / "right", right, one_origin))
+    kinds = ["shape e", "missing gone", "extra new", "values d", "values c", "rounding b", "dtype a"]
+    assert [f"{one.kind} {one.name}" for one in found.differences] == kinds
+
+
 def test_long_lists_are_cut_in_text_only(one_origin, tmp_path):
     weights = {name: tensor + 1 for name, tensor in weights_of(one_origin).items()}
     found = verify(one_origin, write_hf(tmp_path / "all", weights, one_origin))

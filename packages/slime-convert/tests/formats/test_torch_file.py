@@ -19,7 +19,7 @@ from torch.utils.serialization import config
 
 from slime_convert.errors import CheckpointError
 from slime_convert.files.reading import TensorReader, bytes_of
-from slime_convert.files.tensors import ITEM_BYTES
+from slime_convert.files.tensors import ITEM_BYTES, StoredBytes
 from slime_convert.formats.pickles import Obj
 from slime_convert.formats.torch_file import TorchFile, object_archive, tensor_archive
 from tiny_models import same_bits
@@ -55,6 +55,19 @@ def test_every_kind_of_tensor_is_read(tmp_path, dtype):
     content = file.content()
     for name, tensor in tensors.items():
         assert same_bits(load(file, content[name]), tensor.data), name
+
+
+def test_a_tensor_in_order_is_read_from_the_file_as_it_lies(tmp_path):
+    """Not gathered in memory first: a part of it reads its own bytes alone."""
+    base = torch.arange(24.0).reshape(4, 6)
+    torch.save({"whole": base, "rows": base[1:3], "transposed": base.t()}, tmp_path / "file.pt")
+    file = TorchFile(tmp_path, "file.pt")
+    content = file.content()
+    lies = {
+        name: all(isinstance(piece.source, StoredBytes) for piece in file.tensor(value, name).pieces)
+        for name, value in content.items()
+    }
+    assert lies == {"whole": True, "rows": True, "transposed": False}
 
 
 @settings(max_examples=60)
