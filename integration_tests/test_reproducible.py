@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from launching import LAUNCHER, Assets, run, train_command
+from launching import LAUNCHER, RUN_SECONDS, Assets, started, train_command, wait_for
 
 from slime_launch.diff import first_parting
 from slime_launch.written_run import WrittenRun
@@ -54,8 +54,12 @@ def trained(assets: Assets, work: Path, *, engines: int) -> Path:
     """A run under a load of its own; its --output-dir."""
     extra = ("--rollout-num-gpus", str(engines), *FLAGS, *LENGTHS)
     command = train_command(assets, work, *extra, rollouts=ROLLOUTS, save=False, colocate=engines == 1)
-    with load():
-        run(command, work / "log.txt")
+    log = work / "log.txt"
+    with started(command, log) as process:
+        up = "engines, router and trainers are up"
+        wait_for(lambda: up in log.read_text(), up, process=process, log=log)
+        with load():
+            assert process.wait(RUN_SECONDS) == 0, log.read_text()
     return work / "out"
 
 

@@ -92,6 +92,7 @@ class MegatronConfig(RateConfig, needs=TRAINERS):
         unit="samples",
         help="samples per optimizer step over all ranks; all of a rollout's, in equal steps, unless given",
         least=1,
+        needs=OPTIMIZES,
     )
     use_dynamic_batch_size: bool = flag(
         False, help="limit a micro-batch by --max-tokens-per-gpu instead of --micro-batch-size"
@@ -169,6 +170,7 @@ class MegatronConfig(RateConfig, needs=TRAINERS):
         choices=RECOMPUTE_GRANULARITIES,
         help="what the backward pass computes again instead of keeping it",
         may_change=True,
+        needs=OPTIMIZES,
     )
     recompute_method: str | None = flag(
         None,
@@ -185,7 +187,9 @@ class MegatronConfig(RateConfig, needs=TRAINERS):
         may_change=True,
         needs=FULL,
     )
-    recompute_activations: bool = flag(False, help="the same as --recompute-granularity selective", may_change=True)
+    recompute_activations: bool = flag(
+        False, help="the same as --recompute-granularity selective", may_change=True, needs=OPTIMIZES
+    )
     recompute_modules: tuple[str, ...] | None = flag(
         None,
         choices=RECOMPUTE_MODULES,

@@ -275,7 +275,7 @@ class SelectionConfig(Config, needs=GENERATES):
 
     rollout_batch_size: int = flag(help="prompts per rollout", unit="prompts", least=1, needs=())
     n_samples_per_prompt: int = flag(
-        1, help="samples of each prompt: the size of a group", unit="samples", least=1, needs=()
+        1, help="samples of each prompt: the size of a group", unit="samples", least=1, needs=ROLLOUTS
     )
     over_sampling_batch_size: int | None = flag(
         None,
