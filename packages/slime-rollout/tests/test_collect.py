@@ -582,6 +582,7 @@ class TestContinuous:
             "max_weight_staleness": stale,
             "dynamic_sampling_max_prompts": 500,
         }
+
         def cancel(rollout_id):
             """A rollout that waits for engines; it may have all that it needs, and is forgotten then."""
             given_.close()
