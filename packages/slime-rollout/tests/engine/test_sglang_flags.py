@@ -176,9 +176,14 @@ def test_the_flags_of_the_installed_sglang(engine_python, tmp_path, monkeypatch)
     check_sglang_args({"mem-fraction-static": "0.5", "sleep-on-idle": True, "cuda-graph-bs-decode": ("1", "2")}, flags)
 
 
-def test_whether_a_package_can_be_found():
-    assert importable_in(sys.executable, "pytest")
-    assert not importable_in(sys.executable, "no_such_package")
+def test_whether_a_package_can_be_found_is_asked_once(monkeypatch):
+    asked = []
+    monkeypatch.setenv("PYTHONPATH", "another")  # an answer is kept by it
+    monkeypatch.setattr("slime_rollout.engine.python.run_python", lambda *how: asked.append(how) or run_python(*how))
+    for _ in range(2):
+        assert importable_in(sys.executable, "pytest")
+        assert not importable_in(sys.executable, "no_such_package")
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,8 @@ def find_python(given: str | None) -> str:
     return found
 
 
-@functools.cache
+@functools.cache  # so that what is not trusted is named once
 def _first_with_sglang(running: str, _path: str | None, prefix: Path) -> str:
-    """Looks into each only once: that takes a tenth of a second."""
     candidates = [running, _beside(prefix), *map(shutil.which, ("python3", "python"))]
     different = dict.fromkeys(candidate for candidate in candidates if candidate is not None)
     return next((python for python in different if importable_in(python, "sglang")), running)
@@ -79,7 +78,15 @@ def has_sglang(given: str | None) -> bool:
 
 
 def importable_in(python: str, package: str) -> bool:
-    """Whether an interpreter can find a package; it is not imported. The log says why if the interpreter fails."""
+    """Whether an interpreter can find a package; it is not imported. The log says why if the interpreter fails.
+
+    An interpreter is asked once: a plan asks ten times, and each takes a process.
+    """
+    return _is_importable(python, package, os.environ.get("PYTHONPATH"))
+
+
+@functools.cache
+def _is_importable(python: str, package: str, _path: str | None) -> bool:
     # -S would be faster still, but then virtual environments and editable installs are not found.
     code = f"import importlib.util, sys; sys.exit(0 if importlib.util.find_spec({package!r}) else 9)"
     try:
