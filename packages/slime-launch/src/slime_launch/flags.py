@@ -256,21 +256,34 @@ def _command(
             specs = [spec for spec in found if spec.name not in known]
         except ConfigError as error:
             refused.append(str(error))
-    groups += megatron_groups(argv, known)
     router = tuple(router_specs().values()) if typed[ROUTER_PREFIX] else ()
-    groups.append(FlagGroup("sglang-router: its own flags", router, ROUTER_NOTE, hidden=True))
-    groups.append(FlagGroup("SGLang: its own flags", tuple(specs), SGLANG_NOTE, hidden=True))
-    return groups, build_parser(groups, prog=PROG, description=DESCRIPTION, epilog=EPILOG), refused
+    others = (
+        *megatron_groups(argv, known),
+        FlagGroup("sglang-router: its own flags", router, ROUTER_NOTE, hidden=True),
+        FlagGroup("SGLang: its own flags", tuple(specs), SGLANG_NOTE, hidden=True),
+    )
+    return [*groups, *others], _parser(others), refused
+
+
+@functools.lru_cache(maxsize=8)  # most command lines of a process have the same ones, and a plan reads several
+def _parser(others: tuple[FlagGroup, ...]) -> argparse.ArgumentParser:
+    """The parser of our flags and of these."""
+    return build_parser([*train_groups(), *others], prog=PROG, description=DESCRIPTION, epilog=EPILOG)
 
 
 def train_groups() -> list[FlagGroup]:
     """All groups except SGLang's own flags."""
+    return [*_own_groups()]
+
+
+@functools.cache
+def _own_groups() -> tuple[FlagGroup, ...]:
     rollout, evaluation = _split(RolloutConfig)
     run, run_evaluation = _split(RunConfig)
     shape = tuple(
         FlagSpec(name=flag.name, dest=flag.dest, type=flag.type, default=None, help=flag.help) for flag in SHAPE_FLAGS
     )
-    return [
+    return (
         FlagGroup("run", run),
         FlagGroup("cluster", tuple(flag_specs(ClusterConfig)), 'Without CUDA a "GPU" is a CPU worker process.'),
         FlagGroup("prompts, sampling and rewards", rollout),
@@ -280,7 +293,7 @@ def train_groups() -> list[FlagGroup]:
         FlagGroup("Megatron: training", tuple(flag_specs(MegatronConfig)), MEGATRON_NOTE),
         FlagGroup("Megatron: model shape", shape, SHAPE_NOTE),
         FlagGroup("SGLang: engines and router", tuple(flag_specs(EngineConfig))),
-    ]
+    )
 
 
 def sglang_specs(argv: Sequence[str]) -> list[FlagSpec]:

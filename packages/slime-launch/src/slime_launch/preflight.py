@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slime_convert.errors import ConvertError
 from slime_convert.formats.hf import open_model
-from slime_convert.mapping import WeightMap
+from slime_convert.mapping import weight_map
 from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError, DataError
 from slime_core.flags import collected_problems
@@ -323,7 +323,7 @@ def check_weight_names(directory: Path, shape: ModelShape, what: str) -> None:
         return  # what is wrong with a file is said where it is read
     if there is None:
         return
-    names = list(WeightMap(dataclasses.replace(shape, mtp_num_layers=0)).hf_names())  # not everybody saves those
+    names = list(weight_map(dataclasses.replace(shape, mtp_num_layers=0)).hf_names())  # not everybody saves those
     missing = [name for name in names if name not in there]
     if not missing or 2 * len(missing) > len(names):  # most are: other names, which their reader judges
         return
