@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from launching import engine_python
 from pages import blocks, pages
+from stand_ins import COMMANDS
 
 from slime_convert.cli import build_parser as convert_parser
 from slime_core.flags import flag_specs
 from slime_launch.answers import table
-from slime_launch.flags import train_groups
+from slime_launch.flags import read_train, train_groups
+from slime_launch.parser import without
 from slime_launch.plan.command import PlanConfig
 from slime_launch.replay import ReplayConfig
 from slime_launch.report.command import ReportConfig
@@ -62,6 +65,7 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 TRAIN = {spec.name for group in train_groups() for spec in group.flags}
 PLAN = {spec.name for config in (PlanConfig, ReportConfig, ReplayConfig) for spec in flag_specs(config)}
+PLANS_OWN = {spec.name for spec in flag_specs(PlanConfig)}
 SWITCHED_OFF = {f"--no-{spec.name[2:]}" for group in train_groups() for spec in group.flags if spec.is_switch}
 KNOWN = TRAIN.union(SWITCHED_OFF, PLAN, _options(convert_parser()), _options(rollout._parser()), *OTHERS.values())
 every_page = pytest.mark.parametrize("page", PAGES)
@@ -98,3 +102,17 @@ def test_every_flag_of_the_page_of_algorithms_is_one_of_ours() -> None:
     named = _flags(PAGES["docs/reference/algorithms.md"])
     assert len(named) > 40
     assert named <= TRAIN
+
+
+@every_page
+def test_no_command_that_runs_has_a_flag_without_effect(page: str) -> None:
+    """Those that are only planned go through all of a plan, in `test_pages.py`; those that run do so under --full."""
+    for block in blocks(page, PAGES[page]):
+        for command in re.sub(r"\\\n", " ", block.text).splitlines() if block.kinds[:1] == ["run"] else ():
+            words = shlex.split(command.partition("slime-launch ")[2], comments=True)
+            if not words or words[0] not in COMMANDS or "--config" in words:
+                continue
+            words = words[: next((place for place, word in enumerate(words) if word[0] in ">|&;"), len(words))]
+            flags = without(words[1:], PLANS_OWN if words[0] == "plan" else ())
+            _, problems = read_train([*COMMANDS[words[0]], *flags], on_gpu=False, planned=True)
+            assert not [line for line in problems if "no effect" in line], f"{block.where}: {problems}"
