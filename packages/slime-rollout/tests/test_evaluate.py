@@ -168,6 +168,21 @@ def test_every_set_has_the_reward_it_names(manager, engine, reply, sums, tmp_pat
     assert [sample.reward for sample in given.generate(0).samples] == [0.0, 1.0]
 
 
+@pytest.mark.parametrize(
+    ("in_file", "advice"), [(False, "choose one with --eval-reward-key"), (True, "choose one with reward_key")]
+)
+def test_an_error_names_the_flag_of_evaluations_or_the_files_key(manager, sums, tmp_path, in_file, advice):
+    (tmp_path / "own.py").write_text("def score(args, sample): return {'length': 1.0}\n")
+    held_out = {"custom_rm_path": f"{tmp_path}/own.py:score", "reward_key": "size"}
+    if in_file:
+        given = manager(eval_config={"datasets": {"own": {"path": sums, **held_out}}})
+    else:
+        flags = {**held_out, "reward_key": "length", "rm_type": None}
+        given = manager(eval_prompt_data=("own", sums), eval_reward_key="size", **flags)
+    with pytest.raises(DataError, match=f"held-out set own: .*: {advice}$"):
+        given.evaluate(0)
+
+
 def test_sets_that_are_scored_alike_share_what_scores(manager, engine, sums, tmp_path):
     (tmp_path / "own.py").write_text(
         "made = []\n"
@@ -207,7 +222,7 @@ def test_what_fails_is_told_with_the_name_of_its_set(manager, engine, reply, sum
     engine.answer = lambda number, body: 400 if body["sampling_params"]["temperature"] == 0.25 else reply()
     with pytest.raises(GenerationError, match=r"^held-out set aime: .*refused a request"):
         one_of_two(temperature=0.25).evaluate(0)
-    with pytest.raises(ConfigError, match=r"^held-out set aime: --custom-rm-path .*has no function none"):
+    with pytest.raises(ConfigError, match=r"^held-out set aime: custom_rm_path .*has no function none"):
         one_of_two(custom_rm_path=f"{tmp_path}/own.py:none")
     with pytest.raises(DataError, match=r"^held-out set aime: .*sums\.jsonl:1: no field 'answer'"):
         one_of_two(label_key="answer")

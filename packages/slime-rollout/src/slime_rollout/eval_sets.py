@@ -25,9 +25,9 @@ import msgspec
 from msgspec import Meta
 
 from slime_core.errors import ConfigError, SlimeError
-from slime_core.flags import flag_values
+from slime_core.flags import flag_specs, flag_values
 from slime_core.metrics import set_name_problem
-from slime_rollout.config import RolloutConfig
+from slime_rollout.config import EvalConfig, RolloutConfig
 from slime_rollout.strict_yaml import load_yaml
 
 FLAG = "--eval-prompt-data"
@@ -102,6 +102,7 @@ class EvalSet:
     skip_special_tokens: bool  # in texts
     metadata_overrides: Mapping[str, Any]  # they replace entries of every prompt's metadata
     config: RolloutConfig  # the run's, with this set's settings of rows and reward, and without held-out sets
+    in_file: frozenset[str]  # the settings that it has from `--eval-config`, where they are keys and no flags
 
     def __post_init__(self) -> None:
         if self.min_new_tokens > self.max_response_len:
@@ -112,12 +113,18 @@ class EvalSet:
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
-        """Put the set's name in front of the message of any error inside."""
+        """Put the set's name in front of the message of any error inside, which names flags of evaluation, or keys."""
         try:
             yield
         except SlimeError as error:
-            error.args = (f"held-out set {self.name}: {error}", *error.args[1:])
+            error.args = (f"held-out set {self.name}: {self._in_own_words(str(error))}", *error.args[1:])
             raise
+
+    def _in_own_words(self, message: str) -> str:
+        """A message with the file's keys and flags of evaluation in place of flags of rollouts."""
+        flags = {spec.dest.removeprefix("eval_"): spec.name for spec in flag_specs(EvalConfig)}
+        names = {key: flags[key] for key in KEYS if key in flags} | {key: key for key in self.in_file}
+        return _renamed(message, names)
 
 
 def read_eval_sets(config: RolloutConfig) -> tuple[EvalSet, ...]:
@@ -132,7 +139,10 @@ def read_eval_sets(config: RolloutConfig) -> tuple[EvalSet, ...]:
     if file is not None:
         given = read_eval_config(file)
         defaults = _merge(base, given.defaults)
-        sets += [_make_set(f"{file}: set {entry['name']}", _merge(defaults, entry), config) for entry in given.sets]
+        sets += [
+            _make_set(f"{file}: set {entry['name']}", _merge(defaults, entry), config, {*given.defaults, *entry})
+            for entry in given.sets
+        ]
     if repeated := [name for name, count in Counter(one.name for one in sets).items() if count > 1]:
         flags = [FLAG] if config.evaluation.eval_prompt_data else []
         flags = flags if file is None else [f"{FILE_FLAG} {file}", *flags]
@@ -174,7 +184,7 @@ def _merge(settings: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, An
     return {**merged, **over}
 
 
-def _make_set(where: str, settings: dict[str, Any], config: RolloutConfig) -> EvalSet:
+def _make_set(where: str, settings: dict[str, Any], config: RolloutConfig, in_file: Collection[str] = ()) -> EvalSet:
     name = settings["name"]
     if problem := set_name_problem(name):
         raise ConfigError(f"{where}: the name {name!r} {problem}; choose another")
@@ -183,15 +193,15 @@ def _make_set(where: str, settings: dict[str, Any], config: RolloutConfig) -> Ev
     changes["rollout_max_context_len"] = settings["max_context_len"]
     try:
         config = config.adapted(eval_prompt_data=(), eval_config=None, opd_type=None).changed(**changes)
-        return EvalSet(config=config, **settings)
+        return EvalSet(config=config, in_file=frozenset(in_file), **settings)
     except ConfigError as error:
-        message = str(error) if where.startswith(FLAG) else _in_keys(str(error))
+        message = str(error) if where.startswith(FLAG) else _renamed(str(error), {key: key for key in KEYS})
         raise ConfigError(f"{where}: {message}") from None
 
 
-def _in_keys(message: str) -> str:
-    """A message with keys of the file in place of flags."""
-    flags = {"--" + key.replace("_", "-"): key for key in KEYS}
+def _renamed(message: str, names: Mapping[str, str]) -> str:
+    """A message with other names in place of the flags of some keys."""
+    flags = {f"--{place}{key}".replace("_", "-"): name for key, name in names.items() for place in ("", "rollout_")}
     return re.sub(r"--[a-z-]+", lambda match: flags.get(match[0], match[0]), message)
 
 

@@ -134,7 +134,7 @@ def test_a_group_reward_is_for_those_who_ask_for_it(config, tmp_path):
 def test_a_function_that_cannot_be_used_is_told_at_once_with_its_set(config, tmp_path):
     (tmp_path / "own.py").write_text("def score(args): return 1.0\n")
     given = config(f"{{aime: {{path: x, custom_rm_path: '{tmp_path}/own.py:score'}}}}")
-    with pytest.raises(ConfigError, match=r"^held-out set aime: --custom-rm-path .*own\.py:score takes \(args\)"):
+    with pytest.raises(ConfigError, match=r"^held-out set aime: custom_rm_path .*own\.py:score takes \(args\)"):
         Scorers(given, HookArgs({}), read_eval_sets(given))
 
 
