@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,35 @@ from keys import KeySeen
 from launching import Assets, make_assets
 from learning import ON_TWO_RANKS, learn
 from story import ROLLOUTS, Story, story_command, tell
+
+TOGETHER = {
+    "test_canary": "engines",
+    "test_exactness": "engines",
+    "test_external_engines": "engines",
+    "test_handover": "story",
+    "test_key": "story",
+    "test_replay": "story",
+    "test_resume": "story",
+    "test_turns": "story",
+    "test_victims": "story",
+    "test_written_run": "story",
+    "test_learning": "learned",
+    "test_listening": "learned",
+}
+"""The files whose tests look at the same runs or engines, and what these are called; all others stand alone."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With several processes (pytest-xdist), tests that share runs are in one of them, in order; so is each file."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class RunsTogether(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            name = Path(nodeid.partition("::")[0]).stem
+            return TOGETHER.get(name, name)
+
+    return RunsTogether(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -68,7 +68,7 @@ ENVS = (
     Env("megatron", 45),
     Env("launch", 45, engine=True),
     Env("rollout", 40, engine=True),  # late: its two processes use both cores when little else is left
-    Env("integration", 75, engine=True, full=("--numprocesses=3", "--dist=loadfile")),  # it has most of them by far
+    Env("integration", 75, engine=True, full=("--numprocesses=3",)),  # it has most of them by far
 )
 
 
