@@ -133,6 +133,8 @@ def test_links_lead_somewhere(page):
             continue
         path, _, place = target.partition("#")
         to = (page.parent / path).resolve() if path else page
+        if not to.is_relative_to(PACKAGE) and not (PACKAGE.parents[1] / "docs").is_dir():
+            continue  # the project's pages are not in what is released of this package
         assert to.is_file(), target
         headings = re.findall(r"^#+ (.*)$", prose(to.read_text(encoding="utf-8")).lower(), re.MULTILINE)
         places = {re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in headings}
