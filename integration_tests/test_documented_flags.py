@@ -6,6 +6,7 @@ import argparse
 import re
 import shlex
 from collections.abc import Iterator
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from slime_launch.report.command import ReportConfig
 from slime_megatron.core_fields import core_fields
 from slime_rollout import cli as rollout
 from slime_rollout.engine.router_flags import router_specs
-from slime_rollout.engine.sglang_flags import installed_flags
+from slime_rollout.engine.sglang_flags import CONTROLLED, installed_flags
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = pages()
@@ -116,3 +117,15 @@ def test_no_command_that_runs_has_a_flag_without_effect(page: str) -> None:
             flags = without(words[1:], PLANS_OWN if words[0] == "plan" else ())
             _, problems = read_train([*COMMANDS[words[0]], *flags], on_gpu=False, planned=True)
             assert not [line for line in problems if "no effect" in line], f"{block.where}: {problems}"
+
+
+def test_the_flags_that_commands_are_read_with_are_those_of_the_installed_sglang() -> None:
+    """The launcher's list, for places without SGLang."""
+    listed = resources.files("slime_launch").joinpath("sglang_flags.txt").read_text(encoding="utf-8")
+    kinds = dict(line.split() for line in listed.splitlines())
+    installed = {
+        name: ("switch" if not flag.takes_value else flag.type + "+" * flag.several)
+        for name, flag in installed_flags(engine_python()).items()
+        if name not in CONTROLLED
+    }
+    assert kinds == installed

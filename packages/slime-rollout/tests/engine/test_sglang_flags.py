@@ -297,16 +297,3 @@ def test_the_device_that_engines_use(nodes, torch, device, tmp_path, monkeypatch
         (tmp_path / node).touch()
     monkeypatch.setattr(sglang_flags, "version", lambda name: torch)
     assert engine_device(tmp_path) == device
-
-
-def test_the_flags_that_commands_are_read_with_are_those_of_the_installed_sglang(engine_python, tmp_path, monkeypatch):
-    """The launcher's list, for places without SGLang."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    listed = Path(__file__).parents[3] / "slime-launch" / "src" / "slime_launch" / "sglang_flags.txt"
-    kinds = dict(line.split() for line in listed.read_text().splitlines())
-    installed = {
-        name: ("switch" if not flag.takes_value else flag.type + "+" * flag.several)
-        for name, flag in installed_flags(engine_python).items()
-        if name not in CONTROLLED
-    }
-    assert kinds == installed
