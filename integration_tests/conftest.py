@@ -25,21 +25,12 @@ from launching import Assets, make_assets
 from learning import ON_TWO_RANKS, learn
 from story import ROLLOUTS, Story, story_command, tell
 
-TOGETHER = {
-    "test_canary": "engines",
-    "test_exactness": "engines",
-    "test_external_engines": "engines",
-    "test_handover": "story",
-    "test_key": "story",
-    "test_replay": "story",
-    "test_resume": "story",
-    "test_turns": "story",
-    "test_victims": "story",
-    "test_written_run": "story",
-    "test_learning": "learned",
-    "test_listening": "learned",
-}
-"""The files whose tests look at the same runs or engines, and what these are called; all others stand alone."""
+TOGETHER = (
+    ("test_canary", "test_exactness", "test_external_engines"),
+    ("test_handover", "test_key", "test_replay", "test_resume", "test_turns", "test_victims", "test_written_run"),
+    ("test_learning", "test_listening"),
+)
+"""Files whose tests look at the same runs or engines; all others stand alone."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -50,7 +41,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class RunsTogether(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             name = Path(nodeid.partition("::")[0]).stem
-            return TOGETHER.get(name, name)
+            return next((files[0] for files in TOGETHER if name in files), name)
 
     return RunsTogether(config, log)
 

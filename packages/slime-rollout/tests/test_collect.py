@@ -557,7 +557,7 @@ class TestContinuous:
 
     @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(data=st.data())
-    def test_every_prompt_is_trained_on_or_dropped_once(self, manager, engine, reply, data):
+    def test_every_prompt_generated_ahead_is_trained_on_or_dropped_once(self, manager, engine, reply, data):
         """Whatever is filtered, stale or lost on its way, and whenever what is in flight is aborted."""
         right = data.draw(st.sets(st.integers(0, 200)), label="right answers")
         lost = data.draw(st.sets(st.integers(0, 40), max_size=3), label="requests whose connection breaks")
