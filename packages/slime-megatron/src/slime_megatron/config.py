@@ -203,9 +203,7 @@ class MegatronConfig(RateConfig, needs=TRAINERS):
         False, help="compute every sum in the same order in each run; slower on a GPU", may_change=True
     )
 
-    optimizer: str = flag(
-        "adam", choices=OPTIMIZERS, help="adam is AdamW: the weight decay is decoupled", needs=OPTIMIZES
-    )
+    optimizer: str = flag("adam", choices=OPTIMIZERS, help="adam is AdamW: weight decay is decoupled", needs=OPTIMIZES)
     weight_decay: float = flag(
         0.01, help="decoupled weight decay of matrices; vectors get none", least=0, needs=OPTIMIZES
     )
@@ -226,9 +224,7 @@ class MegatronConfig(RateConfig, needs=TRAINERS):
         may_change=True,
         needs=OPTIMIZES,
     )
-    clip_grad: float = flag(
-        1.0, help="largest norm of the global gradient; 0 for no clipping", least=0, needs=OPTIMIZES
-    )
+    clip_grad: float = flag(1.0, help="largest global gradient norm; 0 for no clipping", least=0, needs=OPTIMIZES)
     use_distributed_optimizer: bool = flag(
         False, help="split the optimizer's state over the data-parallel ranks; the launcher's default on CUDA"
     )
@@ -318,9 +314,7 @@ class MegatronConfig(RateConfig, needs=TRAINERS):
         least=0,
         needs=given("opd_teacher_load"),
     )
-    save: str | None = flag(
-        None, metavar="DIR", help="directory that checkpoints are written to", may_change=True, needs=()
-    )
+    save: str | None = flag(None, metavar="DIR", help="directory of the checkpoints", may_change=True, needs=())
     save_interval: int | None = flag(
         None,
         unit="rollouts",
