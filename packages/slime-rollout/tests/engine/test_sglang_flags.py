@@ -186,6 +186,15 @@ def test_whether_a_package_can_be_found_is_asked_once(monkeypatch):
     assert len(asked) == 2
 
 
+def test_an_interpreter_that_was_too_slow_is_asked_again(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "a busy machine")
+    monkeypatch.setattr("slime_rollout.engine.python._LOOK_SECONDS", 0.0)
+    assert not importable_in(sys.executable, "pytest")
+    monkeypatch.undo()
+    monkeypatch.setenv("PYTHONPATH", "a busy machine")
+    assert importable_in(sys.executable, "pytest")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

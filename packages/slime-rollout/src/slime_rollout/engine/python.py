@@ -80,20 +80,20 @@ def has_sglang(given: str | None) -> bool:
 def importable_in(python: str, package: str) -> bool:
     """Whether an interpreter can find a package; it is not imported. The log says why if the interpreter fails.
 
-    An interpreter is asked once: a plan asks ten times, and each takes a process.
+    An interpreter that answers is asked once: a plan asks ten times, and each takes a process.
     """
-    return _is_importable(python, package, os.environ.get("PYTHONPATH"))
-
-
-@functools.cache
-def _is_importable(python: str, package: str, _path: str | None) -> bool:
-    # -S would be faster still, but then virtual environments and editable installs are not found.
-    code = f"import importlib.util, sys; sys.exit(0 if importlib.util.find_spec({package!r}) else 9)"
     try:
-        result = run_python(python, code, None, _LOOK_SECONDS)
+        return _is_importable(python, package, os.environ.get("PYTHONPATH"))
     except (OSError, subprocess.TimeoutExpired) as error:
         logger.warning("%s does not run as a Python interpreter: %s", python, error)
         return False
+
+
+@functools.cache  # nothing is kept of a call that raises: a machine may have been busy
+def _is_importable(python: str, package: str, _path: str | None) -> bool:
+    # -S would be faster still, but then virtual environments and editable installs are not found.
+    code = f"import importlib.util, sys; sys.exit(0 if importlib.util.find_spec({package!r}) else 9)"
+    result = run_python(python, code, None, _LOOK_SECONDS)
     if result.returncode not in (0, 9):
         logger.warning("%s ended with exit code %d: %s", python, result.returncode, end_of(result.stderr))
     return result.returncode == 0
