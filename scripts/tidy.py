@@ -74,8 +74,11 @@ def odd_wordings(path: str, text: str) -> Iterator[str]:
     """
     if not path.endswith((".md", ".py")):
         return
+    # Few files have any of them, and finding a module's comments takes longer than all else here.
+    if not (wordings := {pattern: instead for pattern, instead in WORDINGS.items() if pattern.search(text)}):
+        return
     prose = CODE.sub(lambda code: re.sub(r"[^\n]", "`", code[0]), text if path.endswith(".md") else _comments(text))
-    for pattern, instead in WORDINGS.items():
+    for pattern, instead in wordings.items():
         for match in pattern.finditer(prose):
             number = prose.count("\n", 0, match.start()) + 1
             yield f"{path}:{number}: {' '.join(match[0].split())}; write: {instead}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 _LEAST_SECONDS = 0.05  # less would be shown as 0.0
 _SUGGESTIONS = 3  # at most
@@ -38,15 +38,22 @@ def suggestions(name: str, known: Collection[str]) -> list[str]:
     dashed = "--" + name.replace("_", "-").lower().strip("-") if name.startswith("-") else name.replace("-", "_")
     if dashed in known:
         return [dashed]
-    likeness = ((_likeness(dashed, other), other) for other in known)
+    likeness = ((_likeness(dashed, other), other) for other in _with_like_letters(dashed, known))
     best = sorted((pair for pair in likeness if pair[0] >= _ALIKE), key=lambda pair: (-pair[0], pair[1]))
     return [other for value, other in best[:_SUGGESTIONS] if value >= best[0][0] - _MARGIN]
+
+
+def _with_like_letters(name: str, known: Collection[str]) -> Iterator[str]:
+    """Those whose letters, in any order, let them be like ``name``: few of hundreds."""
+    matcher = difflib.SequenceMatcher(None, b=name, autojunk=False)  # counts the letters of its second text once
+    for other in known:
+        matcher.set_seq1(other)
+        if matcher.real_quick_ratio() >= _ALIKE and matcher.quick_ratio() >= _ALIKE:
+            yield other
 
 
 def _likeness(name: str, other: str) -> float:
     """From 0 to 1: letters in the order that they have, or in the order that their words have when sorted."""
     whole = difflib.SequenceMatcher(None, name, other, autojunk=False)
-    if whole.real_quick_ratio() < _ALIKE or whole.quick_ratio() < _ALIKE:
-        return 0.0
     words, others = ("-".join(sorted(text.strip("-").split("-"))) for text in (name, other))
     return max(whole.ratio(), 0.98 * difflib.SequenceMatcher(None, words, others, autojunk=False).ratio())
