@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,12 @@ def _release(*words: str, seconds: float = 120) -> subprocess.CompletedProcess[s
     return subprocess.run(command, capture_output=True, text=True, timeout=seconds)
 
 
+def _before_building(*words: str) -> subprocess.CompletedProcess[str]:
+    """A release that ends before it needs uv, without the time in which the script finds that."""
+    command = [sys.executable, str(ROOT / "scripts" / "release.py"), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
 def _tags(root: Path) -> list[str]:
     return _git(root, "tag").split()
 
@@ -100,7 +107,7 @@ def test_a_release_tests_what_it_built_and_tags_it(workspace: Path) -> None:
         "toy_top-0.2.1-py3-none-any.whl",
         "toy_top-0.2.1.tar.gz",
     ]
-    again = _release("toy-top", "--root", str(workspace))
+    again = _before_building("toy-top", "--root", str(workspace))
     assert again.returncode == 2
     assert "the tag toy-top-v0.2.1 is there already; raise the version" in again.stderr
 
@@ -116,7 +123,7 @@ def test_a_dry_run_leaves_nothing_and_only_notes_changes(workspace: Path) -> Non
 
 def test_a_dirty_tree_is_refused(workspace: Path) -> None:
     (workspace / "packages" / "toy-base" / "notes.txt").write_text("not committed")
-    done = _release("toy-base", "--root", str(workspace))
+    done = _before_building("toy-base", "--root", str(workspace))
     assert done.returncode == 2
     assert "uncommitted changes (packages/toy-base/notes.txt …); commit them" in done.stderr
     assert _tags(workspace) == []
@@ -129,6 +136,18 @@ def test_a_dirty_tree_is_refused(workspace: Path) -> None:
         ("CHANGELOG.md", "## 0.2.1", "## 0.3.0\n\n- More.\n\n## 0.2.1", "the newest entry of"),
         ("CHANGELOG.md", "- Fixes.", "", "the entry 0.2.1 of"),
         ("pyproject.toml", "0.2.1", "two", "give one such as 0.1.1"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_built(
+    workspace: Path, path: str, old: str, new: str, message: str
+) -> None:
+    _change(workspace, path, old, new)
+    _is_refused(_before_building("toy-top", "--root", str(workspace)), workspace, message)
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "new", "message"),
+    [
         ("pyproject.toml", "toy-base>=0.2,<0.3", "toy-base>=0.2", "give both bounds, such as toy-base>=0.2,<0.3"),
         ("pyproject.toml", "toy-base>=0.2,<0.3", "toy-base>=0.1,<0.2", "but the workspace has 0.2.1; widen the bounds"),
         ("src/toy_top/py.typed", None, None, "lacks toy_top/py.typed"),
@@ -139,6 +158,12 @@ def test_a_dirty_tree_is_refused(workspace: Path) -> None:
 def test_what_is_wrong_is_said_and_nothing_is_tagged(
     workspace: Path, path: str, old: str | None, new: str | None, message: str
 ) -> None:
+    _change(workspace, path, old, new)
+    _is_refused(_release("toy-top", "--root", str(workspace)), workspace, message)
+
+
+def _change(workspace: Path, path: str, old: str | None, new: str | None) -> None:
+    """Another text in a file of toy-top, or none of that file, committed."""
     file = workspace / "packages" / "toy-top" / path
     if old is None or new is None:
         file.unlink()
@@ -147,7 +172,9 @@ def test_what_is_wrong_is_said_and_nothing_is_tagged(
         assert old in text
         file.write_text(text.replace(old, new, 1))
     _commit(workspace)
-    done = _release("toy-top", "--root", str(workspace))
+
+
+def _is_refused(done: subprocess.CompletedProcess[str], workspace: Path, message: str) -> None:
     assert done.returncode == 2
     assert message in done.stderr
     assert 'Traceback (most recent call last):\n  File "' + str(ROOT) not in done.stderr
@@ -155,12 +182,12 @@ def test_what_is_wrong_is_said_and_nothing_is_tagged(
 
 
 def test_an_unknown_package_is_told_which_there_are(workspace: Path) -> None:
-    done = _release("toy", "--root", str(workspace))
+    done = _before_building("toy", "--root", str(workspace))
     assert (done.returncode, done.stderr) == (2, "release: there is no packages/toy; there are toy-base, toy-top\n")
 
 
 def test_a_release_runs_every_test(workspace: Path) -> None:
-    done = _release("toy-base", "--root", str(workspace), "--", "-k", "it")
+    done = _before_building("toy-base", "--root", str(workspace), "--", "-k", "it")
     assert done.returncode == 2
     assert "a release runs every test: options for pytest are for --dry-run" in done.stderr
     assert _tags(workspace) == []

@@ -38,10 +38,10 @@ while True:
 
 
 @contextmanager
-def load() -> Iterator[None]:
-    """Two processes that keep a core busy at times of their own, other ones than in any run before."""
-    seed = next(_LOADS)
-    busy = [subprocess.Popen([sys.executable, "-c", BUSY, str(2 * seed + number)]) for number in range(2)]
+def load(processes: int) -> Iterator[None]:
+    """Processes that each keep a core busy at times of their own, other ones than in any run before."""
+    seeds = [str(next(_LOADS)) for _ in range(processes)]
+    busy = [subprocess.Popen([sys.executable, "-c", BUSY, seed]) for seed in seeds]
     try:
         yield
     finally:
@@ -50,15 +50,15 @@ def load() -> Iterator[None]:
             process.wait()
 
 
-def trained(assets: Assets, work: Path, *, engines: int) -> Path:
-    """A run under a load of its own; its --output-dir."""
+def trained(assets: Assets, work: Path, *, engines: int, busy: int = 2) -> Path:
+    """A run under a load of its own, of so many processes; its --output-dir."""
     extra = ("--rollout-num-gpus", str(engines), *FLAGS, *LENGTHS)
     command = train_command(assets, work, *extra, rollouts=ROLLOUTS, save=False, colocate=engines == 1)
     log = work / "log.txt"
     with started(command, log) as process:
         up = "engines, router and trainers are up"
         wait_for(lambda: up in log.read_text(), up, process=process, log=log)
-        with load():
+        with load(busy):
             assert process.wait(RUN_SECONDS) == 0, log.read_text()
     return work / "out"
 
@@ -70,7 +70,7 @@ def differ(*directories: Path) -> str | None:
 
 
 def test_runs_are_equal_whatever_the_load_and_however_many_engines(qwen3: Assets, tmp_path: Path) -> None:
-    one, other = (trained(qwen3, tmp_path / str(engines), engines=engines) for engines in (1, 2))
+    one, other = (trained(qwen3, tmp_path / str(engines), engines=engines, busy=1) for engines in (1, 2))
     assert differ(one, other) is None
 
 

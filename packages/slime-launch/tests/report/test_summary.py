@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_core.types import RolloutBatch, Sample
+from slime_launch.cli import main
 from slime_launch.flags import parse_train
 from slime_launch.report import draw_chart, make_report, report_lines, scoring_problem, write_report
 from slime_launch.resume import RunState, StartWeights
@@ -234,7 +235,7 @@ def test_chart_has_its_size_and_its_peak_on_top(values):
 
 @pytest.fixture
 def finished(flags, to_words, workspace):
-    """A run of two rollouts that is done; gives its command."""
+    """A run of two rollouts that is done; gives the words of its command."""
     settings = parse_train(to_words(flags))
     weights = StartWeights(load=str(workspace / "dist"), ref_load=str(workspace / "dist"))
     state = RunState(settings, None, weights, output_dir=workspace / "out")
@@ -250,52 +251,50 @@ def finished(flags, to_words, workspace):
     shutil.copytree(workspace / "dist" / "release", workspace / "save" / "iter_0000002")
     state.saving(workspace / "save" / "iter_0000002", {})
     state.commit()
-    return [sys.executable, "-m", "slime_launch.cli", "train", *to_words(flags)]
+    return ["train", *to_words(flags)]
 
 
 def test_a_finished_run_says_so_and_reports_again(finished, workspace):
-    done = subprocess.run(finished, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-m", "slime_launch.cli", *finished]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert f"the run in {workspace / 'save'} is finished after 2 steps; give a larger --num-rollout" in done.stdout
     assert "mean reward per rollout" in done.stdout
     assert str(workspace / "save" / "iter_0000002") in done.stdout
 
 
-def test_it_is_found_without_the_output_directory(finished):
+def test_it_is_found_without_the_output_directory(finished, capsys):
     del finished[finished.index("--output-dir") : finished.index("--output-dir") + 2]
-    done = subprocess.run(finished, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "mean reward per rollout" in done.stdout
+    assert main(finished) == 0
+    assert "mean reward per rollout" in capsys.readouterr().out
 
 
-def test_another_output_directory_shows_the_same_report(finished, workspace):
+def test_another_output_directory_shows_the_same_report(finished, workspace, capsys):
     finished[finished.index("--output-dir") + 1] = str(workspace / "elsewhere")
-    done = subprocess.run(finished, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "mean reward per rollout" in done.stdout
+    assert main(finished) == 0
+    assert "mean reward per rollout" in capsys.readouterr().out
     assert not (workspace / "elsewhere").exists()
 
 
 def test_metrics_that_are_gone_do_not_matter(finished, workspace):
     shutil.rmtree(workspace / "out")
-    done = subprocess.run(finished, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    assert main(finished) == 0
     assert not (workspace / "out").exists()
 
 
 def test_a_report_that_a_kill_prevented_is_written_now(finished, workspace):
     report = workspace / "out" / "report.json"
     assert not report.exists()
-    subprocess.run(finished, capture_output=True, text=True, timeout=60, check=True)
+    assert main(finished) == 0
     assert json.loads(report.read_text())["rewards"] == [0.0, 0.5]
     assert (workspace / "out" / "reward_curve.png").exists()
     written = report.stat().st_mtime_ns
-    subprocess.run(finished, capture_output=True, text=True, timeout=60, check=True)
+    assert main(finished) == 0
     assert report.stat().st_mtime_ns == written  # it has the minutes that the run took
 
 
 def test_the_report_of_the_first_part_of_a_longer_run_is_replaced(finished, workspace):
     report = workspace / "out" / "report.json"
     report.write_text(json.dumps({"rollouts": 1}))
-    subprocess.run(finished, capture_output=True, text=True, timeout=60, check=True)
+    assert main(finished) == 0
     assert json.loads(report.read_text())["rollouts"] == 2
