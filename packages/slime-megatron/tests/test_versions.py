@@ -62,10 +62,16 @@ def test_tokens_are_compared_with_the_weights_that_generated_them(
     mixed = generated_by(-1, 0, 1, 2)
     step = ranks.first("train", shards(mixed, 2)).steps[0]
     assert step["ppo_kl"] != 0 and step["pg_clipfrac"] > 0
+    ranks.call("push", 3)
+    newer = generated_by(1, 2, 3)
+    next_step = ranks.first("train", shards(newer, 3)).steps[0]
 
-    ranks.start(world, config, model.shape, OLD, resume_from=str(tmp_path), most_behind=2)
+    # As a run continues: the weights are sent before the rest is read.
+    ranks.start(world, config, model.shape, OLD, resume_from=str(tmp_path), most_behind=2, weights_first=True)
     ranks.call("push", 2)
     assert ranks.first("train", shards(mixed, 2)).steps[0] == step
+    ranks.call("push", 3)
+    assert ranks.first("train", shards(newer, 3)).steps[0] == next_step
 
     given = [
         dataclasses.replace(

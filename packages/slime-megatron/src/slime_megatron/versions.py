@@ -23,6 +23,11 @@ class KeptVersions:
         self._copies: dict[int, HostWeights] = {}
         self._current: int | None = None
 
+    @property
+    def current(self) -> int | None:
+        """The version of the weights of now; ``None`` if engines do not have them."""
+        return self._current
+
     def pushed(self, version: int) -> None:
         """The weights of now are sent to the engines as ``version``. What is too old by now is dropped."""
         self._current, oldest = version, version - self._most_behind

@@ -396,8 +396,13 @@ class MegatronWorker:
 
     def finish_loading(self) -> None:
         """Load what was left for later when the worker was made: optimizer, random states, other roles' weights."""
-        if self._left is not None:
-            self.load(self._left)
+        if self._left is None:
+            return
+        versions = self._actor.versions
+        sent = None if versions is None else versions.current
+        self.load(self._left)
+        if versions is not None and sent is not None:
+            versions.pushed(sent)  # the weights that are loaded are those that engines have got meanwhile
 
     def sleep(self, keep_weights: bool = False) -> SleepReport:
         """Give device memory back until :meth:`wake`: gradients and optimizer state, and without ``keep_weights`` all.
