@@ -214,16 +214,24 @@ def listening(processes: list[psutil.Process]) -> set[tuple[str, str, int]]:
 
 
 def wait_until_gone(processes: list[psutil.Process], seconds: float) -> list[str]:
-    """Wait until all are gone; returns what is left of them after `seconds`."""
-    _, alive = psutil.wait_procs(processes, timeout=seconds)
-    left = []
-    for process in alive:
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE:
-                left.append(f"{process.pid} {' '.join(process.cmdline())[:120]}")
-        except psutil.NoSuchProcess:
-            continue
-    return left
+    """Wait until all are gone; returns what is left of them after `seconds`.
+
+    Not by `psutil.wait_procs`, which Linux 6.18 answers with ENOENT where a process is just ending.
+    """
+    deadline = time.monotonic() + seconds
+    while left := [text for process in processes if (text := _running(process)) is not None]:
+        if time.monotonic() > deadline:
+            return left
+        time.sleep(0.05)
+    return []
+
+
+def _running(process: psutil.Process) -> str | None:
+    """Its number and command; ``None`` if it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            return f"{process.pid} {' '.join(process.cmdline())[:120]}"
+    return None
 
 
 def watch_to_the_end(

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import wait_for
+from launching import wait_for, wait_until_gone
 
 # `ray start`, without what no run asks: the agents of metrics and the collectors of logs of six machines on one host.
 RAY = """
@@ -120,7 +120,7 @@ class Machine:
         """Have its Ray node leave in order, as ``ray stop`` does; what it has started ends with it."""
         [raylet] = [process for process in self.processes() if process.name() == "raylet"]
         raylet.terminate()
-        assert psutil.wait_procs([raylet], 60)[1] == []
+        assert wait_until_gone([raylet], 60) == []
 
     def lose(self) -> None:
         """End everything on it at once."""

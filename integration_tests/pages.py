@@ -330,7 +330,9 @@ def _end_all(process: subprocess.Popen[bytes], mark: str) -> list[str]:
         with contextlib.suppress(psutil.Error):
             names.append(f"{one.pid} {' '.join(one.cmdline())[:120]}")
             one.kill()
-    psutil.wait_procs(left, timeout=GONE_SECONDS)  # a busy machine takes a while to end what was killed
+    deadline = time.monotonic() + GONE_SECONDS  # a busy machine takes a while to end what was killed
+    while list(_marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.2)
     return names
 
 

@@ -368,6 +368,20 @@ def temp_dirs(pid: int) -> list[Path]:
     return list(Path(tempfile.gettempdir()).glob(f"{TEMP_PREFIX}{pid}-*"))
 
 
+def left_of(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that have not ended in 20 s. (Linux 6.18 may answer `psutil.wait_procs` with ENOENT.)"""
+    deadline = time.monotonic() + 20
+    while (left := [one for one in processes if _runs(one)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 @pytest.fixture(scope="module")
 def without_raylet(tmp_path_factory):
     """A run whose raylet was killed: its process, the raylet's pid and what it said, with everything of it ended."""
@@ -382,7 +396,7 @@ def without_raylet(tmp_path_factory):
     for child in children:  # the launcher's supervisor does this
         if child.is_running():
             child.kill()
-    psutil.wait_procs(children, timeout=20)
+    assert left_of(children) == []
     return process, raylet.pid, said
 
 
@@ -398,8 +412,7 @@ def test_nothing_is_left_of_an_embedded_ray_nor_of_one_that_ended_badly(without_
     children = psutil.Process(process.pid).children(recursive=True)
     assert children
     assert process.wait(60) == 0
-    psutil.wait_procs(children, timeout=20)
-    assert [child for child in children if child.is_running() and child.status() != "zombie"] == []
+    assert left_of(children) == []
     assert temp_dirs(process.pid) == []
     assert temp_dirs(earlier.pid) == []
     assert list(tmp_path.iterdir()) == []  # Ray's token stays out of the home directory

@@ -16,6 +16,7 @@ from slime_launch.preflight import preflight
 from slime_launch.resume import RunState, StartWeights, changed_flags, find_run, start_notes, start_weights
 from slime_megatron.errors import CheckpointError
 from slime_rollout.engine.config import EngineConfig
+from slime_rollout.store import RolloutStore
 
 WEIGHTS = StartWeights(load="dist/release", ref_load="dist/release")
 
@@ -164,6 +165,15 @@ def test_rollouts_are_kept_on_request(flags, to_words, workspace):
     state.saving(checkpoint(workspace, 1), {})
     state.commit()
     assert state.is_written_down(0) and state.store.read(0).batch() == batch(0)
+
+
+def test_without_save_they_are_kept_beside_the_outputs(flags, to_words, workspace):
+    del flags["--save"]
+    state = start(parse_train([*to_words(flags), "--keep-rollouts"]), workspace)
+    state.begin({})
+    state.store.write(batch(0).columns())
+    state.trained(batch(0), 1)
+    assert RolloutStore(workspace / "out" / "rollouts").read(0).batch() == batch(0)
 
 
 def test_without_save_nothing_is_written(flags, to_words, workspace):

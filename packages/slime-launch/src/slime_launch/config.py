@@ -263,9 +263,10 @@ class RunConfig(Config, needs=()):
     )
     keep_rollouts: bool = flag(
         False,
-        help="keep the file of every rollout, not only of those since the checkpoint before the last",
+        help="keep the file of every rollout, not only of those since the checkpoint before the last; without --save, "
+        "they are in --output-dir",
         may_change=True,
-        needs=(UPDATES, given("save")),
+        needs=UPDATES,
     )
     max_checkpoints_kept: int | None = flag(
         None,

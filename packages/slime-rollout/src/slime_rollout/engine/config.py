@@ -52,7 +52,9 @@ class WeightSyncConfig(Config, needs=SYNC):
         needs=(*SYNC, given("update_weight_transport", "auto", "disk")),
     )
     update_weight_disk_keep_files: bool = setting(
-        False, help="keep the files of all weight versions", needs=(*SYNC, given("update_weight_transport", "disk"))
+        False,
+        help="keep the files of all weight versions",
+        needs=(*SYNC, given("update_weight_transport", "auto", "disk"), given("update_weight_disk_dir")),
     )
     update_weight_local_checkpoint_dir: str | None = setting(
         None,
