@@ -114,11 +114,12 @@ class RankProcess:
 
 
 class Ranks:
-    """A group of ranks with a worker each."""
+    """A group of ranks with a worker each, of which one may take ``seconds`` to answer."""
 
     def __init__(self, pool):
         self._pool = pool
         self._members = []
+        self.seconds = TIME_LIMIT
 
     def start(self, world, config, shape, algorithm=None, *, address="127.0.0.1", **how):
         """Build workers on ``world`` ranks and return them as a group; the last group is closed."""
@@ -170,9 +171,9 @@ class Ranks:
     def _answers(self):
         answers = []
         for member in self._members:
-            if not member.connection.poll(TIME_LIMIT):
+            if not member.connection.poll(self.seconds):
                 self._abandon()
-                raise TimeoutError(f"a rank did not answer within {TIME_LIMIT} s")
+                raise TimeoutError(f"a rank did not answer within {self.seconds} s")
             try:
                 answers.append(member.connection.recv())
             except EOFError as error:
