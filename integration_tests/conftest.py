@@ -29,8 +29,10 @@ TOGETHER = (
     ("test_canary", "test_exactness", "test_external_engines"),
     ("test_handover", "test_key", "test_replay", "test_resume", "test_turns", "test_victims", "test_written_run"),
     ("test_learning", "test_listening"),
+    ("test_pages", "test_quickstart", "test_real_model"),
 )
-"""Files whose tests look at the same runs or engines; all others stand alone."""
+"""Files whose tests look at the same runs or engines, and those with a published model, of which one takes a third of
+24 GB: in one process, one after the other. All other files stand alone."""
 
 
 @pytest.hookimpl(optionalhook=True)
