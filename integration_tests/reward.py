@@ -15,6 +15,6 @@ def every_eighth_token(args: Any, sample: Sample) -> float:
 
 
 async def patiently(args: Any, sample: Sample) -> float:
-    """The same after a second, for runs that go on while a test waits for something else."""
-    await asyncio.sleep(1.0)
+    """The same after a while, for runs that go on, and take little time from others, while a test waits."""
+    await asyncio.sleep(4.0)
     return every_eighth_token(args, sample)
