@@ -134,7 +134,7 @@ FAR = {"update_weight_receivers": ("h:1",)}
         ),
         (
             {"update_weight_disk_keep_files": True},
-            "keep-files has no effect with --update-weight-transport auto; give --update-weight-transport disk",
+            "keep-files has no effect without --update-weight-disk-dir",
         ),
         (
             {**DISK, **LOCAL},
@@ -149,5 +149,6 @@ def test_what_cannot_work_is_said_in_a_line(flags, message):
 
 def test_what_works():
     EngineConfig(**DISK, update_weight_disk_keep_files=True)
+    EngineConfig(update_weight_disk_dir="a", update_weight_disk_keep_files=True)  # auto may choose it
     EngineConfig(**DISK, **FAR, update_weight_mode="delta")
     assert EngineConfig(**DISK, **LOCAL, update_weight_mode="delta").update_weight_pause_mode == "retract"
