@@ -118,7 +118,8 @@ class Machine:
 
     def shut_down(self) -> None:
         """Have its Ray node leave in order, as ``ray stop`` does; what it has started ends with it."""
-        [raylet] = [process for process in self.processes() if process.name() == "raylet"]
+        raylets = [process for process in self.processes() if process.name() == "raylet"]
+        raylet = min(raylets, key=psutil.Process.create_time)  # what it starts has its name for a moment
         raylet.terminate()
         assert wait_until_gone([raylet], 60) == []
 
