@@ -31,8 +31,8 @@ TOGETHER = (
     ("test_learning", "test_listening"),
     ("test_pages", "test_quickstart", "test_real_model"),
 )
-"""Files whose tests look at the same runs or engines, and those with a published model, of which one takes a third of
-24 GB: in one process, one after the other. All other files stand alone."""
+"""Files that run in one process, one after the other: their tests look at the same runs or engines or, in the last row,
+train a published model, which takes 8 GB. All other files stand alone."""
 
 
 @pytest.hookimpl(optionalhook=True)

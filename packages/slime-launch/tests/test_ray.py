@@ -27,6 +27,7 @@ from slime_launch.ray_runtime import RAY_FILES, TEMP_PREFIX, RayAhead, _knock, c
 from slime_launch.trainers import Seat, TrainerGroup, TrainerRank, TrainerSpec
 from slime_megatron.config import MegatronConfig
 from slime_megatron.errors import CheckpointError
+from slime_rollout.supervise.reaper import is_alive
 
 pytestmark = pytest.mark.real
 CLUSTER = ClusterConfig(actor_num_gpus_per_node=2, rollout_num_gpus=1)
@@ -371,15 +372,9 @@ def temp_dirs(pid: int) -> list[Path]:
 def left_of(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Those that have not ended in 20 s. (Linux 6.18 may answer `psutil.wait_procs` with ENOENT.)"""
     deadline = time.monotonic() + 20
-    while (left := [one for one in processes if _runs(one)]) and time.monotonic() < deadline:
+    while (left := [one for one in processes if is_alive(one.pid)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
-
-
-def _runs(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 @pytest.fixture(scope="module")

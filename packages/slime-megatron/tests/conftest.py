@@ -114,7 +114,7 @@ class RankProcess:
 
 
 class Ranks:
-    """A group of ranks with a worker each, of which one may take ``seconds`` to answer."""
+    """A group of ranks with a worker each. Whoever takes more than ``seconds`` to answer is taken to hang."""
 
     def __init__(self, pool):
         self._pool = pool

@@ -66,12 +66,12 @@ def test_tokens_are_compared_with_the_weights_that_generated_them(
     newer = generated_by(1, 2, 3)
     next_step = ranks.first("train", shards(newer, 3)).steps[0]
 
-    # As a run continues: the weights are sent before the rest is read.
-    ranks.start(world, config, model.shape, OLD, resume_from=str(tmp_path), most_behind=2, weights_first=True)
-    ranks.call("push", 2)
-    assert ranks.first("train", shards(mixed, 2)).steps[0] == step
-    ranks.call("push", 3)
-    assert ranks.first("train", shards(newer, 3)).steps[0] == next_step
+    for first in (False, True):  # a run sends the weights before the rest of its checkpoint is read
+        ranks.start(world, config, model.shape, OLD, resume_from=str(tmp_path), most_behind=2, weights_first=first)
+        ranks.call("push", 2)
+        assert ranks.first("train", shards(mixed, 2)).steps[0] == step
+        ranks.call("push", 3)
+        assert ranks.first("train", shards(newer, 3)).steps[0] == next_step
 
     given = [
         dataclasses.replace(
