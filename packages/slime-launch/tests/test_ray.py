@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -23,7 +24,16 @@ from slime_launch.config import ClusterConfig
 from slime_launch.errors import LostContactError, PlacementError, RunError, Stopped, TrainerLostError
 from slime_launch.placement import bundle_nodes, order_bundles, plan_layout, reserve
 from slime_launch.processes import Place, own_place
-from slime_launch.ray_runtime import RAY_FILES, TEMP_PREFIX, RayAhead, _knock, cluster_notices, ray_runtime, temp_dir
+from slime_launch.ray_runtime import (
+    RAY_FILES,
+    TEMP_PREFIX,
+    RayAhead,
+    _knock,
+    _own_processes,
+    cluster_notices,
+    ray_runtime,
+    temp_dir,
+)
 from slime_launch.trainers import Seat, TrainerGroup, TrainerRank, TrainerSpec
 from slime_megatron.config import MegatronConfig
 from slime_megatron.errors import CheckpointError
@@ -411,6 +421,29 @@ def test_nothing_is_left_of_an_embedded_ray_nor_of_one_that_ended_badly(without_
     assert temp_dirs(process.pid) == []
     assert temp_dirs(earlier.pid) == []
     assert list(tmp_path.iterdir()) == []  # Ray's token stays out of the home directory
+
+
+def test_only_a_child_that_lives_and_started_last_is_taken_for_rays(tmp_path):
+    """A raylet that Ray gave up waiting for may be there still, and what a raylet starts has its name at first."""
+    (tmp_path / "raylet").symlink_to(shutil.which("sleep"))
+    command = [str(tmp_path / "raylet"), "60"]
+    dead, earlier = subprocess.Popen(command), subprocess.Popen(command)
+    dead.kill()
+    os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOWAIT)  # a zombie
+    time.sleep(1.5 / os.sysconf("SC_CLK_TCK"))  # the clock of start times
+    last = subprocess.Popen(command)
+    words = f"import subprocess; own = subprocess.Popen({command}); print(own.pid, flush=True); own.wait()"
+    parent = subprocess.Popen([sys.executable, "-c", words], stdout=subprocess.PIPE, text=True)
+    grandchild = int(parent.stdout.readline())
+    try:
+        found = _own_processes()
+        assert [pid for pid, name in found.items() if name == "raylet"] == [last.pid]
+    finally:
+        os.kill(grandchild, signal.SIGKILL)
+        for process in (last, earlier, dead):
+            process.kill()
+        for process in (parent, last, earlier, dead):
+            process.wait(10)
 
 
 def test_a_cluster_that_does_not_answer():

@@ -17,7 +17,7 @@ from slime_launch.calls import Call, Question, Watch, Worker, gather, prepare
 from slime_launch.config import ClusterConfig
 from slime_launch.errors import RayDiedError, RunError, TrainerLostError
 from slime_launch.processes import Place, end_processes, own_place
-from slime_launch.ray_runtime import ray_runtime
+from slime_launch.ray_runtime import RayRuntime, ray_runtime
 from slime_launch.run import answers_in_time
 from slime_launch.stalls import STACKS_FILE, StallWatch
 from slime_rollout.engine.config import EngineConfig
@@ -49,13 +49,13 @@ class Part:
 
 
 @pytest.fixture(scope="module")
-def ray_is_up() -> Iterator[None]:
-    with ray_runtime(CLUSTER, address=None):
-        yield
+def own_ray() -> Iterator[RayRuntime]:
+    with ray_runtime(CLUSTER, address=None) as runtime:
+        yield runtime
 
 
 @pytest.fixture
-def run(ray_is_up, tmp_path):
+def run(own_ray, tmp_path):
     """Two workers that have said where they are, and what watches over them."""
     import ray
 
@@ -96,13 +96,12 @@ def test_a_wait_without_progress_ends_with_who_is_waited_for_where_and_the_stack
     assert stacks.count("in gather") == 1  # the launcher's own
 
 
-def test_what_a_signal_has_stopped_is_named_and_has_its_stacks_as_children_have(run, tmp_path):
+def test_what_a_signal_has_stopped_is_named_and_has_its_stacks_as_children_have(run, own_ray, tmp_path):
     workers, processes, stalls = run
     child = psutil.Process(workers[0].call("start_child"))
     for process in (child, processes[1]):
         process.suspend()
-    # Not its own children: what it starts has its name for a moment.
-    [raylet] = [child for child in psutil.Process().children() if child.name() == "raylet"]
+    [raylet] = [psutil.Process(pid) for pid, name in own_ray.processes.items() if name == "raylet"]
     raylet.suspend()
     words = [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(600)"]
     other = subprocess.Popen(words, stdout=subprocess.PIPE)  # writes to no log of the run, as a rank that begins

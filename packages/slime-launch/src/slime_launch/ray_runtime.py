@@ -145,12 +145,15 @@ def _cluster_token() -> bool:
 
 
 def _own_processes() -> dict[int, str]:
-    """Ray's essential processes among this process's children."""
-    names = {}
-    for process in descendants(os.getpid()):
+    """Ray's essential processes among this process's children: of each the one that started last."""
+    found = {}
+    for process in sorted(descendants(os.getpid()), key=lambda process: process.start_time):
         with contextlib.suppress(OSError):  # it has just ended
-            names[process.pid] = Path(f"/proc/{process.pid}/comm").read_text(encoding="utf-8").strip()
-    return {pid: name for pid, name in names.items() if name in ESSENTIAL}
+            name = Path(f"/proc/{process.pid}/comm").read_text(encoding="utf-8").strip()
+            # What a raylet starts has its name until it runs its own program; Ray leaves one alone that is slow to end.
+            if name in ESSENTIAL and process.parent == os.getpid():
+                found[name] = process.pid
+    return {pid: name for name, pid in found.items()}
 
 
 def _start(options: dict[str, Any], *, agent_waits: int) -> Any:
