@@ -69,7 +69,7 @@ def run_on_cluster(command: list[str], work: Path, *, kill: bool) -> Joined:
         nodes_live = bool(nodes) and all(
             psutil.pid_exists(pid) and psutil.Process(pid).name() == name for pid, name in nodes.items()
         )
-        done = subprocess.run([sys.executable, "-c", ASK, "4"], capture_output=True, text=True, timeout=90)
+        done = subprocess.run([sys.executable, "-c", ASK, "4"], capture_output=True, text=True, timeout=240)
         return Joined(
             work=work,
             text=log.read_text(errors="replace"),

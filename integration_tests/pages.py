@@ -363,7 +363,7 @@ def copy_tree(target: Path) -> Path:
         timeout=120,
     ).stdout
     subprocess.run(["tar", "--extract"], cwd=target, input=copied, check=True, timeout=120)
-    subprocess.run(["git", "init", "--quiet"], cwd=target, check=True, timeout=60)
+    subprocess.run(["git", "init", "--quiet"], cwd=target, check=True, timeout=240)
     return target
 
 

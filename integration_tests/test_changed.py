@@ -134,9 +134,9 @@ def test_all_that_differs_from_a_revision_is_changed(tmp_path: Path) -> None:
 def test_child_processes_are_recorded_by_the_test_that_starts_them(tmp_path: Path) -> None:
     environment = os.environ | recording.settings(tmp_path, ROOT)
     code = "import os, slime_core.flops\nif os.fork() == 0:\n    import slime_core.balance\n    os._exit(0)\nos.wait()"
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=240)
     outside = {key: value for key, value in environment.items() if key != "PYTEST_CURRENT_TEST"}
-    subprocess.run([sys.executable, "-c", "import slime_core.memory"], env=outside, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", "import slime_core.memory"], env=outside, check=True, timeout=240)
     recorded = recording.collect(tmp_path, ROOT)
     (files,) = [recorded["integration_tests/test_changed.py"]]
     assert list(recorded) == ["integration_tests/test_changed.py"]

@@ -115,7 +115,9 @@ def test_the_printed_command_is_what_a_shell_runs(places: Places, tmp_path: Path
     script.write_text(
         command_script(flags, model_args=tmp_path / "shape.sh", launcher=launcher, root=tmp_path), encoding="utf-8"
     )
-    words = subprocess.run(["bash", script], check=True, capture_output=True, text=True, timeout=20).stdout.splitlines()
+    words = subprocess.run(
+        ["bash", script], check=True, capture_output=True, text=True, timeout=240
+    ).stdout.splitlines()
     expected = [word for name, values in flags.items() for word in (name, *values)]
     assert words == ["train", "--num-layers", "30", *expected]
 

@@ -45,7 +45,7 @@ addopts = "-q --import-mode=importlib -p no:cacheprovider"
 
 def _git(root: Path, *words: str) -> str:
     command = ["git", "-c", "user.name=test", "-c", "user.email=test@example.com", *words]
-    return subprocess.run(command, cwd=root, check=True, capture_output=True, text=True, timeout=30).stdout
+    return subprocess.run(command, cwd=root, check=True, capture_output=True, text=True, timeout=240).stdout
 
 
 def _package(root: Path, name: str, *, dependencies: str = "", test: str = "") -> None:
@@ -91,7 +91,7 @@ def _release(*words: str, seconds: float = 120) -> subprocess.CompletedProcess[s
 def _before_building(*words: str) -> subprocess.CompletedProcess[str]:
     """A release that ends before it needs uv, without the time in which the script finds that."""
     command = [sys.executable, str(ROOT / "scripts" / "release.py"), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
 def _tags(root: Path) -> list[str]:

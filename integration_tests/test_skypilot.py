@@ -89,7 +89,7 @@ def run_on(rank: int, directory: Path, *, code: int = 0) -> tuple[int, list[str]
         "UP": str(directory / "up"),
         "CODE": str(code),
     }
-    done = subprocess.run(["bash", "-c", task()["run"]], env=given, timeout=30, check=False, capture_output=True)
+    done = subprocess.run(["bash", "-c", task()["run"]], env=given, timeout=240, check=False, capture_output=True)
     return done.returncode, (directory / "steps").read_text().splitlines()
 
 
@@ -114,6 +114,6 @@ def test_another_node_joins_and_ends_when_the_first_has_ended(tmp_path: Path) ->
 
 def test_without_a_token_nothing_is_started(tmp_path: Path) -> None:
     given = {"PATH": os.environ["PATH"], "SKYPILOT_NODE_IPS": FIRST, "SKYPILOT_NODE_RANK": "0"}
-    done = subprocess.run(["bash", "-c", task()["run"]], env=given, timeout=30, check=False, capture_output=True)
+    done = subprocess.run(["bash", "-c", task()["run"]], env=given, timeout=240, check=False, capture_output=True)
     assert done.returncode != 0
     assert b"give it with --secret" in done.stderr

@@ -99,11 +99,11 @@ def test_what_is_printed_succeeds_as_a_job(llama: Assets, tmp_path: Path, monkey
     _, _, *words = data_command(assets, tmp_path, "sft_loss", data, rollouts=ROLLOUTS)
     with dashboard(tmp_path) as address:
         submit = [str(LAUNCHER), "submit", "--ray-address", address, *words]
-        printed = subprocess.run(submit, check=True, capture_output=True, text=True, timeout=60).stdout
+        printed = subprocess.run(submit, check=True, capture_output=True, text=True, timeout=240).stdout
         job = subprocess.run(shlex.split(printed), capture_output=True, text=True, timeout=JOB_SECONDS)
         told = job.stdout + job.stderr
         assert job.returncode == 0, told
-        listed = subprocess.run([RAY, "job", "list", "--address", address], capture_output=True, text=True, timeout=60)
+        listed = subprocess.run([RAY, "job", "list", "--address", address], capture_output=True, text=True, timeout=240)
     assert "succeeded" in told
     assert "JobStatus.SUCCEEDED" in listed.stdout and "slime-launch train" in listed.stdout
     assert len(rows(tmp_path, "train")) == ROLLOUTS

@@ -53,7 +53,7 @@ def _site_packages(engine: bool) -> Path:
     if not engine:
         return Path(sysconfig.get_path("purelib"))
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    found = subprocess.run([engine_python(), "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    found = subprocess.run([engine_python(), "-c", code], capture_output=True, text=True, check=True, timeout=240)
     return Path(found.stdout.strip())
 
 

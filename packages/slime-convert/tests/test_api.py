@@ -30,7 +30,7 @@ CONVERSIONS = (
 
 def run(code, *words):
     """The lines that a fresh Python prints."""
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

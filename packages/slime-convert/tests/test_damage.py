@@ -35,7 +35,7 @@ def small_disk(tmp_path):
     place.mkdir()
 
     def mount(*words):
-        return subprocess.run(["mount", *words, place], capture_output=True, text=True, timeout=30)
+        return subprocess.run(["mount", *words, place], capture_output=True, text=True, timeout=240)
 
     made = mount("-t", "tmpfs", "-o", "size=48k", "tmpfs")
     if made.returncode:
@@ -43,7 +43,7 @@ def small_disk(tmp_path):
     try:
         yield place, lambda size: mount("-o", f"remount,size={size}")
     finally:
-        subprocess.run(["umount", place], check=True, timeout=30)
+        subprocess.run(["umount", place], check=True, timeout=240)
 
 
 @pytest.mark.parametrize("way", ["there", "back"])

@@ -47,7 +47,7 @@ PARAMETERS = {
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_script_gives_the_flags_of_the_config(name):
     source = f'source "{SCRIPTS / name}.sh" && printf "%s\\n" "${{MODEL_ARGS[@]}}"'
-    words = subprocess.run(["bash", "-euc", source], capture_output=True, text=True, check=True, timeout=30).stdout
+    words = subprocess.run(["bash", "-euc", source], capture_output=True, text=True, check=True, timeout=240).stdout
     assert words.split() == PUBLISHED[name].shape.to_megatron_flags()
 
 

@@ -84,7 +84,7 @@ def words(one_origin, one_converted, tmp_path):
 def test_another_models_flags_are_refused_in_one_line(words, tmp_path, script):
     line = f'source {ROOT}/scripts/models/qwen3-4B.sh && exec "$@" "${{MODEL_ARGS[@]}}"'
     command = ["bash", "-euc", line, "bash", sys.executable, ROOT / "scripts" / f"{script}.py", *words(script)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert "--num-layers 36 is given, but the config says 3; --hidden-size 2560" in result.stderr
     assert not any(tmp_path.iterdir())

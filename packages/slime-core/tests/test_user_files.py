@@ -64,7 +64,7 @@ def test_files_of_one_name_are_told_apart(tmp_path):
 def test_what_a_file_makes_is_read_by_a_process_that_has_not_loaded_it(file):
     text = pickle.dumps(load_function(f"{file}:work", "--f")("b"))
     code = "import pickle, sys; print(pickle.loads(sys.stdin.buffer.read()).text)"
-    done = subprocess.run([sys.executable, "-c", code], input=text, capture_output=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], input=text, capture_output=True, timeout=240, check=True)
     assert done.stdout.split() == [b"a", b"b"]
 
 

@@ -48,7 +48,7 @@ def refused(workspace, to_words, monkeypatch, capfd):
         before, mark = snapshot(workspace), uuid.uuid4().hex
         monkeypatch.setenv("SLIME_TEST_MARK", mark)
         words = to_words(flags)
-        code = main(["train", *words]) if in_process else subprocess.run([*CLI, *words], timeout=60).returncode
+        code = main(["train", *words]) if in_process else subprocess.run([*CLI, *words], timeout=240).returncode
         out, err = capfd.readouterr()
         assert code == 2, (out, err)
         assert processes_with(mark) == []
@@ -117,7 +117,7 @@ def test_unknown_flag(refused, flags):
 def test_all_mistakes_of_a_command_at_once(flags, workspace, to_words):
     """As `plan` reports them: what cannot be read does not hide what cannot work."""
     flags |= {"--num-rolout": "3", "--lr": "abc", "--load": "/none", "--global-batch-size": "7"}
-    done = subprocess.run([*CLI, *to_words(flags)], capture_output=True, text=True, timeout=60, cwd=workspace)
+    done = subprocess.run([*CLI, *to_words(flags)], capture_output=True, text=True, timeout=240, cwd=workspace)
     lines = done.stderr.strip().splitlines()
     assert done.returncode == 2 and len(lines) == 4, lines
     for text in ("unknown flag --num-rolout", "--lr: 'abc'", "/none does not exist", "global_batch_size (7)"):
@@ -255,7 +255,7 @@ def test_no_sglang(refused, flags, monkeypatch):
 
 
 def test_unknown_command():
-    done = subprocess.run([*CLI[:-1], "tarin"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*CLI[:-1], "tarin"], capture_output=True, text=True, timeout=240)
     assert done.returncode == 2
     assert done.stderr.strip() == "slime-launch: unknown command tarin; did you mean train?"
 

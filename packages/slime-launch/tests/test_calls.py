@@ -42,7 +42,7 @@ def test_before_anything_runs_a_signal_ends_the_process_at_once():
         "import os, signal, time; from slime_launch.calls import Watch\n"
         "Watch().listen(at_once=True); os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
     assert done.returncode == 143
     assert done.stderr == "slime-launch: stopped by SIGTERM; the same command goes on from --save\n"
 

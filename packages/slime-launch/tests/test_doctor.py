@@ -77,7 +77,7 @@ def test_the_exit_code(level, code, monkeypatch, capsys):
 def complete(script, *words, shell="bash"):
     state = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}"
     program = f'{script}\n{state}; _slime_launch\necho "${{COMPREPLY[@]}}"'
-    done = subprocess.run([shell, "-c", program], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run([shell, "-c", program], capture_output=True, text=True, timeout=240, check=True)
     return done.stdout.split()
 
 
@@ -97,7 +97,7 @@ def test_completion_in_zsh(capsys):
     script = capsys.readouterr().out
     assert "--kl-loss-type) compadd -- " in script
     if shutil.which("zsh"):
-        subprocess.run(["zsh", "-n"], input=script, text=True, timeout=30, check=True)
+        subprocess.run(["zsh", "-n"], input=script, text=True, timeout=240, check=True)
 
 
 def test_completion_of_another_shell(capsys):

@@ -118,7 +118,7 @@ def test_a_run_goes_on_with_the_same_arguments_but_for_those_without_effect():
 
 def test_the_help_lists_them():
     command = [sys.executable, "-m", "slime_launch.cli", "train", "--help-megatron"]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout.splitlines()
     by_word = {line.split()[0]: line for line in lines}
     assert by_word["--moe-z-loss-coeff"].endswith("[given to Megatron-core]")
     assert by_word["--moe-grouped-gemm"].endswith("[given to Megatron-core]")

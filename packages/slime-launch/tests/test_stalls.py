@@ -175,7 +175,7 @@ threading.Event().wait()
 )
 def test_a_launcher_that_hangs_itself_ends(tmp_path, does, code, said):
     command = [sys.executable, "-c", HANGS, str(tmp_path), does]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     lines = done.stderr.splitlines()
     assert done.returncode == code and len(lines) == len(said), done.stderr
     assert all(line.startswith(start) for line, start in zip(lines, said, strict=True))

@@ -284,7 +284,7 @@ def test_published_models_can_be_trained_or_are_refused_by_name(name):
 
 def test_the_flag_table_needs_no_torch():
     code = "import sys, slime_megatron.config; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=240).returncode == 0
 
 
 def test_adapters_have_pefts_alpha_unless_one_is_given():

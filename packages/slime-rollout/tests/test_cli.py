@@ -192,11 +192,11 @@ def test_as_a_program(tmp_path):
     (tmp_path / "own_hooks.py").write_text(OWN)
     command = [sys.executable, "-m", "slime_rollout"]
     words = ["check-hooks", "--custom-rm-path", "own_hooks.score"]
-    done = subprocess.run([*command, *words], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*command, *words], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(
         "ok     --custom-rm-path own_hooks.score"
     )
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout) == (2, "") and "required: check-hooks" in done.stderr
     settings = (Path(__file__).parents[1] / "pyproject.toml").read_text()
     assert 'slime-rollout = "slime_rollout.cli:main"' in settings

@@ -142,7 +142,7 @@ def test_the_time_limit_of_scoring_depends_on_what_scores():
 
 def test_reading_the_flag_table_imports_no_framework():
     code = "import sys, slime_rollout.config; print({'torch', 'transformers', 'aiohttp'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
     assert done.stdout.strip() == "set()"
 
 

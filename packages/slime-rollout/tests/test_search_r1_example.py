@@ -169,7 +169,7 @@ def test_a_port_that_is_taken_is_told_in_a_line():
 
 def refused(*flags):
     """What the server says when it does not start."""
-    done = subprocess.run(command(*flags), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command(*flags), capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert done.stderr.startswith("search_server: ") and done.stderr.count("\n") == 1
     return done.stderr

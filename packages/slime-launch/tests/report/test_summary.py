@@ -256,7 +256,7 @@ def finished(flags, to_words, workspace):
 
 def test_a_finished_run_says_so_and_reports_again(finished, workspace):
     command = [sys.executable, "-m", "slime_launch.cli", *finished]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert f"the run in {workspace / 'save'} is finished after 2 steps; give a larger --num-rollout" in done.stdout
     assert "mean reward per rollout" in done.stdout

@@ -300,7 +300,7 @@ def test_checking_loads_no_tokenizer_and_no_http(write_rows):
         f"check_prompt_data(RolloutConfig.of(hf_checkpoint='none', prompt_data={path!r}, rollout_batch_size=1)); "
         "print({'torch', 'transformers', 'aiohttp', 'pyarrow', 'datasets'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
     assert done.stdout.strip() == "set()"
 
 

@@ -15,7 +15,7 @@ NEEDS_NO_ROUTER = "import sys, slime_rollout.engine.router_flags; assert 'sglang
 
 
 def test_reading_the_module_imports_no_router():
-    subprocess.run([sys.executable, "-c", NEEDS_NO_ROUTER], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", NEEDS_NO_ROUTER], check=True, timeout=240)
 
 
 def test_each_flag_of_the_router_is_passed_or_answered():

@@ -138,7 +138,7 @@ def test_a_version_that_is_there_is_replaced(tmp_path, hf_checkpoint, first, ste
 
 
 def test_a_writer_that_is_killed_leaves_no_version_and_the_next_removes_the_rest(tmp_path, hf_checkpoint, first):
-    ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), str(hf_checkpoint)], timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), str(hf_checkpoint)], timeout=240, check=False)
     assert ended.returncode == -signal.SIGKILL
     assert not list(tmp_path.glob("weight_v*")) and len(list(tmp_path.glob(".weight_v*"))) == 1
     write(tmp_path, hf_checkpoint, first, version=8)

@@ -69,7 +69,7 @@ def test_a_trainer_updates_its_engines_through_a_receiver_that_listens(
 ):
     listening, url = listen()
     command = [sys.executable, "-m", "slime_rollout", "receive-weights", *words, "--listen", "127.0.0.1:0"]
-    second = subprocess.run(command, timeout=60, check=False, capture_output=True, text=True)
+    second = subprocess.run(command, timeout=240, check=False, capture_output=True, text=True)
     assert (second.returncode, second.stderr.count("another receiver writes to")) == (2, 1)
     push(url)
     path = tmp_path / "local" / "weight_v000001"

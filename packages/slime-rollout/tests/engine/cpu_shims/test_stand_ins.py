@@ -49,7 +49,7 @@ print("good", *sys.argv[1:])
 
 def run(*paths, code=CODE):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
