@@ -103,7 +103,7 @@ def test_words_after_two_dashes_go_to_pytest() -> None:
     assert [env.name for env in request.envs] == ["core", "launch"]
     assert (request.pytest_args, request.factor, request.changed) == ([*runner.MARKS, "-k", "kl"], 1.0, None)
     request = runner.parse(["--full"])
-    assert (len(request.envs), request.pytest_args) == (7, [])
+    assert (len(request.envs), request.pytest_args) == (7, runner.FULL)
     assert request.factor > 1
 
 

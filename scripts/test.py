@@ -41,6 +41,8 @@ LINE_CHARACTERS = 300
 INSTALL_SECONDS = 600.0
 LANES = 3
 MARKS = ["-m", "not full", "--hypothesis-profile=few"]
+FULL = ["--timeout=900"]
+"""Tests without a limit of their own have time beside all the others, which are about thirty processes on two cores."""
 NO_TESTS = 5  # pytest's exit code
 
 
@@ -322,7 +324,7 @@ def parse(argv: Sequence[str]) -> Request:
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(env.name for env in ENVS)}")
     chosen = [env for env in ENVS if not args.environments or env.name in args.environments]
-    marks = [] if args.full else MARKS
+    marks = FULL if args.full else MARKS
     return Request(chosen, [*marks, *words[at + 1 :]], args.full, args.changed, args.record)
 
 
