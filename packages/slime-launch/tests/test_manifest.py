@@ -52,7 +52,7 @@ def test_none_is_none(tmp_path):
 
 def test_a_half_written_one_is_ignored(tmp_path):
     write_manifest(tmp_path, manifest(1))
-    (tmp_path / ".manifest.json.partial").write_text('{"format_version": 1, "iter')
+    (tmp_path / ".manifest.json.1.partial").write_text('{"format_version": 1, "iter')
     assert read_manifest(tmp_path) == manifest(1)
 
 

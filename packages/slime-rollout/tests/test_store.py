@@ -142,14 +142,17 @@ while True:
 """
 
 
-def kill_amid_a_write(code, parts):
+PARTIAL = ".rollout_*.partial"
+
+
+def kill_amid_a_write(code, directory):
     """Start the writer, let it finish a file, and kill it as soon as it is seen writing another."""
     writer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
         for _ in range(3):
             assert writer.stdout.readline()
         deadline = time.monotonic() + 20
-        while not any(part.exists() for part in parts):
+        while not any(directory.glob(PARTIAL)):
             assert time.monotonic() < deadline
     finally:
         writer.send_signal(signal.SIGKILL)
@@ -160,16 +163,13 @@ def kill_amid_a_write(code, parts):
 def test_a_writer_killed_amid_a_write_leaves_whole_files(tmp_path):
     code = WRITER.format(here=str(Path(__file__).parent), directory=str(tmp_path))
     store = RolloutStore(tmp_path)
-    parts = [tmp_path / f".{store.path(number).name}.partial" for number in (0, 1)]
     whole = [batch(number, groups=300) for number in (0, 1)]
     hits = 0
     for _ in range(20):
-        kill_amid_a_write(code, parts)
+        kill_amid_a_write(code, tmp_path)
         assert store.ids() == [0, 1]
         assert [store.read(number).batch() for number in (0, 1)] == whole
-        hits += any(part.exists() for part in parts)
-        for part in parts:
-            part.unlink(missing_ok=True)
+        hits += any(tmp_path.glob(PARTIAL))
         if hits == 3:
             return
     pytest.fail(f"only {hits} of 20 kills fell into a write")
@@ -177,7 +177,7 @@ def test_a_writer_killed_amid_a_write_leaves_whole_files(tmp_path):
 
 def test_what_a_killed_writer_left_is_overwritten(tmp_path):
     store = RolloutStore(tmp_path)
-    (tmp_path / ".rollout_0000012.npz.partial").write_text("half a rol")
+    (tmp_path / ".rollout_0000012.npz.1.partial").write_text("half a rol")
     assert store.ids() == []
     store.write(batch().columns())
     assert [path.name for path in tmp_path.iterdir()] == ["rollout_0000012.npz"]

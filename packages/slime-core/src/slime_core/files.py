@@ -1,11 +1,24 @@
-"""Files that appear whole or not at all, even after a power failure."""
+"""Files that appear whole or not at all, even after a power failure, and files that may be somebody else's.
+
+Nothing is written by way of a link that somebody planted, and nothing is read that has no end.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import gzip
 import os
+import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
+
+from slime_core.errors import DataError
+
+MOST_BYTES = 2**30
+"""Of a file that is read whole."""
+_SUFFIX = ".partial"
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -16,12 +29,41 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Where to write what becomes the file ``path`` at the end of the block."""
-    partial = path.with_name(f".{path.name}.partial")
-    yield partial
-    sync(partial)
-    partial.replace(path)
+    """Where to write what becomes the file ``path`` at the end of the block; a link of that name is replaced.
+
+    Raises:
+        OSError: It cannot be written; ``filename`` is ``path``.
+    """
+    try:
+        _remove_left(path)
+        partial = _new_file(path)
+    except OSError as error:
+        error.filename = str(path)
+        raise
+    try:
+        yield partial
+        sync(partial)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
     sync(path.parent)  # a rename is data of the directory
+
+
+def _new_file(path: Path) -> Path:
+    """An empty file beside ``path`` whose name nobody can know before: whatever has a name already may be a link."""
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_SUFFIX}")
+    os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))  # the umask decides
+    return partial
+
+
+def _remove_left(path: Path) -> None:
+    """Remove what writers of ``path`` that were killed have left."""
+    start = f".{path.name}."
+    for name in os.listdir(path.parent):  # noqa: PTH208  (quick also beside thousands of files)
+        if name.startswith(start) and name.endswith(_SUFFIX):
+            with contextlib.suppress(OSError):
+                path.with_name(name).unlink()
 
 
 def sync(path: Path) -> None:
@@ -31,3 +73,44 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def open_file(path: Path) -> BinaryIO:
+    """A file, open to be read.
+
+    Raises:
+        DataError: It is not a regular file: a pipe would be waited for, and a device may have no end.
+        OSError: It cannot be opened.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise DataError(f"{path} is not a regular file, so it is not read; remove it")
+    return os.fdopen(handle, "rb")
+
+
+def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
+    """A whole file.
+
+    Raises:
+        DataError: It is not a regular file, or has more than ``most`` bytes.
+        OSError: It cannot be read.
+    """
+    with open_file(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > most:
+            raise DataError(f"{path} has {size:,} bytes; at most {most:,} are read")
+        return file.read(size)
+
+
+def read_text(path: Path, *, most: int = MOST_BYTES) -> str:
+    """A whole file of UTF-8; raises as :func:`read_bytes`, and UnicodeDecodeError, a ValueError."""
+    return read_bytes(path, most=most).decode("utf-8")
+
+
+def read_gzip(path: Path, *, most: int) -> bytes:
+    """What a file packs, of at most ``most`` bytes; raises as :func:`read_bytes`, and what :mod:`gzip` does."""
+    with open_file(path) as file, gzip.open(file) as packed:
+        content = packed.read(most + 1)
+    if len(content) > most:
+        raise DataError(f"{path} unpacks to more than {most:,} bytes, so it is not read; remove it")
+    return content

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import math
+import os
 import pickle
 import struct
 import zipfile
@@ -333,3 +334,20 @@ def test_another_archive_is_refused(path):
         archive.writestr("notes.txt", "mine")
     with pytest.raises(DamagedError, match="something else"):
         read_npz(path, "a file")
+
+
+def test_packed_members_are_refused(path):
+    """A megabyte of them could become a gigabyte of numbers."""
+    RolloutBatch(rollout_id=4, groups=[[FULL]]).columns().write(path)
+    with np.load(path) as found:
+        members = dict(found)
+    np.savez_compressed(path, **members)
+    with pytest.raises(DamagedError, match="it has packed members, which may be of any size"):
+        RolloutColumns.read(path)
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "file.npz")
+    with pytest.raises(DataError, match="is not a regular file"):
+        RolloutColumns.read(tmp_path / "file.npz")

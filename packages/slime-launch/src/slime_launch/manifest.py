@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from slime_core.files import write_whole
+from slime_core.files import read_text, write_whole
 from slime_core.types.checks import json_default
 from slime_launch.errors import ManifestError
 
@@ -71,7 +71,7 @@ def read_manifest(directory: Path) -> Manifest | None:
     if not path.exists():
         return None
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_text(path))
         version = values.pop("format_version")
         if version != FORMAT_VERSION:
             raise ManifestError(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slime_core.files import write_whole
+from slime_core.files import open_file, write_whole
 from slime_core.types import TrainReport
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def read_pairs(first: Path, second: Path) -> Iterator[tuple[StepSums, StepSums]]
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as file:
+    with open_file(path) as file:
         for text in file:
             try:
                 yield json.loads(text)

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime_core.files import write_whole
+from slime_core.files import read_text, write_whole
 from slime_core.types import Span, TrainReport
 from slime_launch.step_sums import SumLog
 
@@ -37,7 +37,7 @@ def read_rows(output_dir: Path) -> list[Row]:
     if not path.exists():
         return []
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in read_text(path).splitlines():
         try:
             rows.append(json.loads(line))
         except ValueError:

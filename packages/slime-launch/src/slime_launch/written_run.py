@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_core.errors import SlimeError
+from slime_core.files import read_text
 from slime_core.types import RolloutColumns
 from slime_launch.errors import PreflightError
 from slime_launch.resolved import FILE_NAME as SETTINGS_FILE
@@ -30,7 +31,7 @@ class WrittenRun:
                 f"{directory} was not trained on any rollout: its {SUMS_FILE} is empty; give another run"
             )
         try:
-            self.resolved: dict[str, Any] = json.loads((directory / SETTINGS_FILE).read_text(encoding="utf-8"))
+            self.resolved: dict[str, Any] = json.loads(read_text(directory / SETTINGS_FILE))
         except (OSError, ValueError) as error:
             raise PreflightError(f"{directory / SETTINGS_FILE} cannot be read ({error}); give another run") from error
         self.steps: dict[int, list[Row]] = {}

@@ -5,11 +5,12 @@ import os
 
 import pytest
 
+from slime_core.errors import DataError
 from slime_launch.errors import PreflightError
 from slime_launch.manifest import Manifest, write_manifest
 from slime_launch.report.collect import report_data
 from slime_launch.report.page import to_json
-from slime_launch.report.samples import MOST_BYTES, read_kept
+from slime_launch.report.samples import MOST_BYTES, MOST_UNPACKED, read_kept
 from slime_launch.shown import MOST_TOKENS
 from slime_launch.tracking import Tracker, read_rows
 
@@ -215,3 +216,38 @@ def test_of_a_long_run_some_rollouts_are_read_and_torn_files_are_not(tmp_path):
     assert [one["index"] for one in samples] == [0, 3] and total == 6
     (tmp_path / "samples" / "rollout_0000003.json.gz").write_bytes(b"torn")
     assert [one["index"] for one in read_kept(tmp_path / "samples", last=5)[0]][:1] == [0]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "name",
+    ["metrics.jsonl", "settings.json", "report.json", "logs/engine_events.jsonl", "samples/rollout_0000000.json.gz"],
+)
+@pytest.mark.parametrize("kind", ["pipe", "link to a device"])
+def test_a_copied_run_makes_nobody_wait(tmp_path, name, kind):
+    """A pipe would be waited for, and the device has no end."""
+    run = make_run(tmp_path / "run")
+    keep(run, 0, [sample(0)])
+    path = run / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(DataError, match=f"^{path} is not a regular file, so it is not read; remove it"):
+        report_data([run])
+
+
+def test_a_copied_runs_samples_fill_no_memory(tmp_path):
+    """Each of 100 files of 33 KB unpacks to 32 MiB."""
+    run = make_run(tmp_path / "run", rollouts=100)
+    keep(run, 0, [sample(0, text="x" * 2**25)])
+    first = run / "samples" / "rollout_0000000.json.gz"
+    for number in range(1, 100):
+        os.link(first, run / "samples" / f"rollout_{number:07d}.json.gz")
+    found, total = read_kept(run / "samples", last=100)
+    assert len(found) == -(-MOST_UNPACKED // (2**25 + 100)) and total == 100
+    keep(run, 0, [sample(0, text="x" * MOST_UNPACKED)])
+    with pytest.raises(DataError, match=r"rollout_0000000\.json\.gz unpacks to more than 67,108,864 bytes"):
+        report_data([run])

@@ -39,13 +39,13 @@ def test_what_it_shows_for_other_programs(run, tmp_path, capsys):
         (["nowhere"], "nowhere holds neither metrics.jsonl nor settings.json"),
         (["{run}", "--outptu", "x"], "--outptu"),
         (["{run}", "--port", "99999"], "--port"),
-        (["{run}", "--output", "{run}/no/such/page.html"], "page.html.partial cannot be written"),
+        (["{run}", "--output", "{run}/no/such/page.html"], "{run}/no/such/page.html cannot be written"),
     ],
 )
 def test_errors_are_a_line(run, capsys, words, said):
     assert main(["report", *(word.format(run=run) for word in words)]) == 2
     captured = capsys.readouterr()
-    assert said in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+    assert said.format(run=run) in captured.err and captured.err.count("\n") == 1 and captured.out == ""
 
 
 def test_a_port_that_is_taken(run, capsys):

@@ -42,7 +42,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from slime_core.errors import DamagedError, DataError, FormatVersionError
-from slime_core.files import whole_file
+from slime_core.files import open_file, whole_file
 from slime_core.types.checks import check_plain
 from slime_core.types.sample import Sample, Status
 
@@ -197,7 +197,9 @@ def read_npz(path: str | Path, what: str) -> tuple[dict[str, Any], Columns]:
         DamagedError: It was cut off or altered, or is something else.
     """
     try:
-        with Path(path).open("rb") as file, np.load(file, allow_pickle=False) as members:
+        with open_file(Path(path)) as file, np.load(file, allow_pickle=False) as members:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in members.zip.infolist()):
+                raise ValueError("it has packed members, which may be of any size")
             head = json.loads(_text(members["head"]))
             version = head.pop("format_version")
             if version != FORMAT_VERSION:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_core.errors import SlimeError
+from slime_core.files import read_text
 from slime_core.metrics import eval_scores
 from slime_core.words import duration
 from slime_launch.errors import PreflightError
@@ -118,7 +119,7 @@ def _names(directories: Sequence[Path]) -> list[str]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return dict(json.loads(read_text(path)))
     except (OSError, ValueError):
         return {}
 
@@ -252,7 +253,7 @@ def _ledger(directory: Path, settings: dict[str, Any], rows: Sequence[Row]) -> D
 def _last_words(directory: Path, rollouts: int) -> tuple[dict[str, int] | None, bool]:
     """The ledger in ``report.json`` of a run that ended after so many rollouts, and whether it balances."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        report = json.loads((directory / REPORT_FILE).read_text(encoding="utf-8"))
+        report = json.loads(read_text(directory / REPORT_FILE))
         if report.get("rollouts") == rollouts:  # else it was continued since
             return report.get("ledger"), bool(report.get("ledger_balances", True))
     return None, True
@@ -273,7 +274,7 @@ def _events(path: Path) -> Iterator[tuple[float, str, str]]:
         return
     from datetime import datetime
 
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in read_text(path).splitlines():
         try:
             event = json.loads(line)
         except ValueError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import re
@@ -13,11 +12,14 @@ from typing import Any
 
 import orjson
 
+from slime_core.files import read_gzip
 from slime_launch.shown import MOST_TOKENS
 
 _NAME = re.compile(r"rollout_(\d+)(?:-rank_\d+)?\.json\.gz")
 MOST_BYTES = 4 * 2**20
 """Of files that a report reads; of a longer run, rollouts that are evenly spread."""
+MOST_UNPACKED = 64 * 2**20
+"""Of what is in them; then no more are read."""
 
 
 def read_kept(directory: Path, *, last: int) -> tuple[list[dict[str, Any]], int]:
@@ -27,8 +29,15 @@ def read_kept(directory: Path, *, last: int) -> tuple[list[dict[str, Any]], int]
     """
     parts = _rollouts(directory, last)
     stride = -(-sum(file.stat().st_size for files in parts for file in files) // MOST_BYTES) or 1
-    samples = [sample for files in parts[::stride] for sample in _merged([Path(file.path) for file in files])]
-    return samples, round(len(samples) * len(parts) / max(len(parts[::stride]), 1))
+    samples: list[dict[str, Any]] = []
+    read = unpacked = 0
+    for files in parts[::stride]:
+        if unpacked < MOST_UNPACKED:
+            found = [_read(Path(file.path)) for file in files]
+            samples += _merged([value for value, _ in found])
+            unpacked += sum(size for _, size in found)
+            read += 1
+    return samples, round(len(samples) * len(parts) / max(read, 1))
 
 
 def _rollouts(directory: Path, last: int) -> list[list[os.DirEntry[str]]]:
@@ -41,8 +50,8 @@ def _rollouts(directory: Path, last: int) -> list[list[os.DirEntry[str]]]:
     return [files for _, files in sorted(found.items()) if "-" not in files[0].name]
 
 
-def _merged(files: list[Path]) -> Iterator[dict[str, Any]]:
-    kept, *ranks = map(_read, files)
+def _merged(found: list[Any]) -> Iterator[dict[str, Any]]:
+    kept, *ranks = found
     computed = {index: columns for rank in ranks for index, columns in rank.items()}
     for sample in kept:
         sample["rollout"] += 1  # steps are counted from 1 where people read them
@@ -53,12 +62,13 @@ def _merged(files: list[Path]) -> Iterator[dict[str, Any]]:
         yield sample
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path) -> tuple[Any, int]:
+    """What is in a file, and its bytes; nothing of one that is torn."""
     try:
-        text = gzip.decompress(path.read_bytes())
+        text = read_gzip(path, most=MOST_UNPACKED)
         try:
-            return orjson.loads(text)
+            return orjson.loads(text), len(text)
         except ValueError:  # NaN, or half of a surrogate pair
-            return json.loads(text)
-    except (OSError, EOFError, ValueError, zlib.error):
-        return [] if "-" not in path.name else {}
+            return json.loads(text), len(text)
+    except (OSError, EOFError, ValueError, zlib.error, RecursionError):
+        return ([] if "-" not in path.name else {}), 0

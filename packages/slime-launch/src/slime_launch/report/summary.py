@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from slime_core.files import write_whole
+from slime_core.files import read_text, write_whole
 from slime_core.metrics import eval_scores
 from slime_core.words import counted, duration
 from slime_launch.console import RunConsole
@@ -158,7 +158,7 @@ def write_report(report: Report) -> None:
 def is_reported(report: Report) -> bool:
     """Whether ``report.json`` exists and covers the same rollouts, not only the first part of a longer run."""
     path = Path(report.run_dir) / REPORT_FILE
-    return path.exists() and json.loads(path.read_text(encoding="utf-8"))["rollouts"] == report.rollouts
+    return path.exists() and json.loads(read_text(path))["rollouts"] == report.rollouts
 
 
 def report_lines(report: Report) -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from slime_core.files import open_file
 from slime_launch.tracking import Row
 
 LOOP, GENERATION = "loop", ("generate", "evaluate")
@@ -77,7 +78,7 @@ def _engine(path: Path, windows: Sequence[Interval] | None) -> Iterator[Interval
 
 def _lines(path: Path) -> Iterator[tuple[float, int]]:
     """Seconds since 1970 of each batch, and its requests."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         file.seek(max(path.stat().st_size - MOST_LOG_BYTES, 0))
         text = file.read()
     parsed: dict[bytes, float] = {}
