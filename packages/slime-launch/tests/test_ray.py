@@ -154,6 +154,28 @@ def test_paths_of_rays_sockets_are_short_enough_wherever_temporary_files_are(mon
             base.rmdir()
 
 
+def test_a_stop_of_every_start_is_in_nobodys_power(monkeypatch):
+    """Anybody may put a link, or any other name, where temporary files are."""
+    base = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))  # short enough to be used
+    monkeypatch.setattr(tempfile, "tempdir", str(base))
+    ended = subprocess.Popen(["true"])
+    ended.wait(10)
+    try:
+        mine = base / "mine"
+        mine.mkdir()
+        links = [f"{TEMP_PREFIX}{rest}" for rest in ("1-x", "1z-x", f"{'9' * 30}-x", f"{ended.pid}-x")]
+        for name in links:
+            (base / name).symlink_to("nowhere" if name.endswith("1-x") else mine)
+        left, used = (base / f"{TEMP_PREFIX}{pid}-{'a' * 8}" for pid in (ended.pid, os.getpid()))
+        left.mkdir()
+        used.mkdir()
+        with temp_dir() as directory:
+            assert directory.parent == base
+        assert sorted(path.name for path in base.iterdir()) == sorted([*links, "mine", used.name])
+    finally:
+        shutil.rmtree(base)
+
+
 def test_bundles_are_on_this_node(group):
     assert order_bundles(bundle_nodes(group), {}) == [0, 1, 2]
 

@@ -7,11 +7,13 @@ import dataclasses
 import functools
 import logging
 import os
+import re
 import secrets
 import shlex
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -277,9 +279,12 @@ def temp_dir() -> Iterator[Path]:
     """A short-named directory, for this user alone, that is removed afterwards, along with those of killed runs."""
     base = Path(tempfile.gettempdir())
     base = base if len(str(base)) <= MAX_TEMP_DIR else Path("/tmp")
-    for old in base.glob(f"{TEMP_PREFIX}[0-9]*-*"):
-        if old.stat().st_uid == os.getuid() and not is_alive(int(old.name.split("-")[2])):
-            shutil.rmtree(old, ignore_errors=True)
+    for old in base.glob(f"{TEMP_PREFIX}*"):
+        pid = re.match(r"[1-9][0-9]{,8}(?=-)", old.name.removeprefix(TEMP_PREFIX))
+        with contextlib.suppress(OSError):  # it is being removed
+            found = old.lstat()  # anybody may have put a link there
+            if pid and stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not is_alive(int(pid[0])):
+                shutil.rmtree(old, ignore_errors=True)
     directory = Path(tempfile.mkdtemp(prefix=f"{TEMP_PREFIX}{os.getpid()}-", dir=base))
     try:
         yield directory
