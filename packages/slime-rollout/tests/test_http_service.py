@@ -1,12 +1,15 @@
 import asyncio
 import contextlib
+import gzip
+import resource
 import threading
 import time
+import zlib
 
 import pytest
 from aiohttp import web
 
-from slime_rollout.http import ATTEMPTS, REQUESTS, HttpError, Service
+from slime_rollout.http import ATTEMPTS, MOST_BYTES, REQUESTS, HttpError, Service, call
 
 
 class Server:
@@ -204,3 +207,87 @@ def test_what_is_no_json_is_text_and_nothing_is_none():
         service = Service(server.url, timeout=20.0)
         assert run(service.ask({})) == "<html>"
         assert run(service.ask({})) is None
+
+
+def packed(body, encoding):
+    return web.Response(body=body, headers={"Content-Encoding": encoding, "Content-Type": "application/json"})
+
+
+@pytest.mark.parametrize(
+    ("encoding", "pack"),
+    [("gzip", gzip.compress), ("x-gzip", gzip.compress), ("deflate", zlib.compress), ("identity", bytes)],
+)
+def test_an_answer_is_unpacked_and_has_a_largest_size(encoding, pack):
+    bodies = [b'"%s"' % (b"a" * count) for count in (998, 999)]
+    with Server(lambda number, body: packed(pack(bodies[number]), encoding)).serve() as server:
+        service = Service(server.url, timeout=20.0)
+        assert run(service.ask({}, most=1000)) == "a" * 998
+        with pytest.raises(HttpError, match="HTTP 200: an answer of more than 1,000 bytes") as caught:
+            run(service.ask({}, most=1000))
+        assert not caught.value.may_pass and len(server.bodies) == 2
+
+
+def test_a_bomb_takes_no_memory():
+    """2 MB that unpack to 2 GB."""
+    one = zlib.compressobj(wbits=31)
+    bomb = b"".join([*(one.compress(bytes(2**20)) for _ in range(2000)), one.flush()])
+    assert len(bomb) < 2.2e6
+    with Server(lambda number, body: packed(bomb, "gzip")).serve() as server:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with pytest.raises(HttpError, match="an answer of more than 1,000,000 bytes"):
+            run(Service(server.url, timeout=60.0).ask({}, most=1_000_000))
+        with pytest.raises(HttpError, match=f"an answer of more than {MOST_BYTES:,} bytes"):
+            call("POST", server.url, {}, timeout=60.0)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # KiB
+
+
+@pytest.mark.parametrize(
+    ("body", "encoding", "said"),
+    [
+        (b"{}", "gzip", "not of the Content-Encoding gzip"),
+        (gzip.compress(b"{}")[:-5], "gzip", "is cut off"),
+        (b"{}", "br", "Content-Encoding br, which nobody asked for"),
+    ],
+)
+def test_what_cannot_be_unpacked_is_no_answer(body, encoding, said):
+    with Server(lambda number, asked: packed(body, encoding)).serve() as server:
+        with pytest.raises(HttpError, match=said) as caught:
+            run(Service(server.url, timeout=20.0).ask({}))
+        assert caught.value.may_pass
+
+
+def redirect(status, where):
+    return web.Response(status=status, headers={"Location": where})
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_to_another_server_is_not_followed(status):
+    with Server(lambda number, body: 1).serve() as other:
+        with Server(lambda number, body: redirect(status, other.url)).serve() as server:
+            with pytest.raises(HttpError, match=f"HTTP {status}: redirected to {other.url}, another server") as caught:
+                run(Service(server.url, timeout=20.0).ask({"label": "secret"}))
+            assert not caught.value.may_pass
+        for where in (f"https://127.0.0.1:{server.port}/score", "file:///etc/passwd", "//localhost:1/x", "http://[x"):
+            with (
+                Server(lambda number, body, where=where: redirect(status, where)).serve() as server,
+                pytest.raises(HttpError, match="another server"),
+            ):
+                run(Service(server.url, timeout=20.0).ask({"label": "secret"}))
+        assert other.bodies == []
+
+
+@pytest.mark.parametrize("status", [307, 308])
+@pytest.mark.parametrize("where", ["/other?a=b", "{url}/more"])
+def test_a_redirect_on_the_same_server_is_followed(status, where):
+    def answer(number, body):
+        return redirect(status, where.format(url=server.url)) if number == 0 else body
+
+    with Server(answer).serve() as server:
+        assert run(Service(server.url, timeout=20.0).ask({"a": 1})) == {"a": 1}
+
+
+def test_redirects_in_a_circle_end():
+    with Server(lambda number, body: redirect(307, "/score")).serve() as server:
+        with pytest.raises(HttpError, match="HTTP 307"):
+            run(Service(server.url, timeout=20.0).ask({}))
+        assert len(server.bodies) == 5

@@ -12,6 +12,7 @@ import os
 import random
 import threading
 import time
+import zlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from slime_core.errors import SlimeError
 
 if TYPE_CHECKING:  # slow to import, and whoever only reads flags does not need it
     import aiohttp
+    import yarl
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,8 @@ REQUESTS = 64
 """Most requests to a `Service` at once."""
 ATTEMPTS = 4
 """How often a `Service` is asked."""
+MOST_BYTES = 64 * 2**20
+"""Largest answer, unpacked, where a request says nothing else."""
 INCOMPLETE = "incomplete"
 """What engines are told to call their weights while an update is unfinished: no sample of them counts."""
 
@@ -46,6 +50,9 @@ _KEEP_ALIVE_SECONDS = 4.0  # uvicorn, and so SGLang, closes a connection that wa
 _READ_AHEAD = 2**20  # bytes
 _SHOWN = 300  # characters
 _JSON_HEADERS = {"Content-Type": "application/json"}
+_REDIRECTS = (301, 302, 303, 307, 308)
+_MOST_REDIRECTS = 5
+_GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS  # of zlib: told apart by the header
 
 
 class _Asked:
@@ -184,6 +191,7 @@ def make_session(timeout: float | None = None, *, key: str | None = None) -> aio
         cookie_jar=aiohttp.DummyCookieJar(),
         skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
         read_bufsize=_READ_AHEAD,
+        auto_decompress=False,  # it would unpack whatever comes, to any size
     )
 
 
@@ -195,36 +203,98 @@ async def exchange(
     *,
     headers: Mapping[str, str] | None = None,
     strict: bool = False,
+    most: int = MOST_BYTES,
 ) -> bytes:
     """One attempt with JSON as ``body``; returns the body of a successful answer, or raises `HttpError`.
 
-    ``strict`` accepts status 200 only, and follows no redirects.
+    ``strict`` accepts status 200 only, and follows no redirects; otherwise those to the same scheme, host and port are
+    followed. An answer of more than ``most`` bytes, unpacked, is an error.
     """
     import aiohttp
 
     if body is not None:
         headers = {**_JSON_HEADERS, **headers} if headers else _JSON_HEADERS
-    try:
-        with ASKED(url):
-            async with session.request(method, url, data=body, headers=headers, allow_redirects=not strict) as answer:
-                content = await answer.read()
-    except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
-        is_connecting = isinstance(error, aiohttp.ConnectionTimeoutError | aiohttp.ClientConnectorError)
-        is_late = isinstance(error, TimeoutError)
-        cause = _late(session) if is_late else _reason(error)
-        raise HttpError(method, url, None, cause, timed_out=is_late, taken=not is_connecting) from error
-    if answer.status == 200 or (not strict and 200 <= answer.status < 300):
-        return content
+    how, data = method, body
+    to: str | yarl.URL = url
+    for _ in range(_MOST_REDIRECTS):
+        try:
+            with ASKED(url):
+                async with session.request(how, to, data=data, headers=headers, allow_redirects=False) as answer:
+                    content = await _content(answer, most)
+        except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
+            is_connecting = isinstance(error, aiohttp.ConnectionTimeoutError | aiohttp.ClientConnectorError)
+            is_late = isinstance(error, TimeoutError)
+            cause = _late(session) if is_late else _reason(error)
+            raise HttpError(method, url, None, cause, timed_out=is_late, taken=not is_connecting) from error
+        if content is None:
+            problem = f"an answer of more than {most:,} bytes, which are the most that are read here"
+            raise HttpError(method, url, answer.status, problem)
+        if answer.status == 200 or (not strict and 200 <= answer.status < 300):
+            return content
+        goes_to = answer.headers.get("Location")
+        if strict or goes_to is None or answer.status not in _REDIRECTS:
+            break
+        to = _redirected(method, url, answer.status, to, goes_to)
+        if answer.status < 307 and how != "HEAD":  # RFC 9110, 15.4: what is there is to be read, nothing sent again
+            how, data = "GET", None
     after = retry_after_seconds(answer.headers.get("Retry-After"))
     raise HttpError(method, url, answer.status, content.decode(errors="backslashreplace"), retry_after=after)
 
 
-async def request(session: aiohttp.ClientSession, method: str, url: str, body: bytes | None, retries: Retries) -> Any:
+def _redirected(method: str, url: str, status: int, asked: str | yarl.URL, location: str) -> yarl.URL:
+    """Where a redirect goes; `HttpError` if that is another server: what is sent is meant for this one."""
+    import yarl  # which is what aiohttp reads addresses with
+
+    own = yarl.URL(url)
+    try:
+        to = yarl.URL(asked).join(yarl.URL(location))
+        if (to.scheme, to.host, to.port) == (own.scheme, own.host, own.port):
+            return to
+    except ValueError:  # not an address
+        pass
+    problem = (
+        f"redirected to {excerpt(location)}, another server; nothing was sent there: give its address if it is meant"
+    )
+    raise HttpError(method, url, status, problem)
+
+
+async def _content(answer: aiohttp.ClientResponse, most: int) -> bytes | None:
+    """The body of an answer, unpacked; ``None`` if it is larger than ``most`` bytes, of which no more are kept."""
+    import aiohttp
+
+    encoding = answer.headers.get("Content-Encoding", "").strip().lower()
+    if encoding not in ("", "identity", "gzip", "x-gzip", "deflate"):
+        raise aiohttp.ClientPayloadError(f"Content-Encoding {excerpt(encoding)}, which nobody asked for")
+    unpack = None if encoding in ("", "identity") else zlib.decompressobj(_GZIP_OR_ZLIB)
+    parts, size = [], 0
+    async for part in answer.content.iter_any():
+        try:
+            part = part if unpack is None else unpack.decompress(part, most - size + 1)
+        except zlib.error as error:
+            raise aiohttp.ClientPayloadError(f"not of the Content-Encoding {encoding} ({error})") from error
+        parts.append(part)
+        size += len(part)
+        if size > most:
+            return None
+    if unpack is not None and size and not unpack.eof:
+        raise aiohttp.ClientPayloadError(f"a body of the Content-Encoding {encoding} is cut off")
+    return b"".join(parts)
+
+
+async def request(
+    session: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    body: bytes | None,
+    retries: Retries,
+    *,
+    most: int = MOST_BYTES,
+) -> Any:
     """Send a request until it succeeds; returns the parsed answer, or raises the last `HttpError`."""
     attempt = 1
     while True:
         try:
-            return parse_body(await exchange(session, method, url, body))
+            return parse_body(await exchange(session, method, url, body, most=most))
         except HttpError as error:
             wait = retries.wait_after(attempt, error)
         await asyncio.sleep(min(wait, _LONGEST_DELAY))
@@ -273,10 +343,13 @@ class Service:
         self._retries = Retries(QUICK_DELAYS[: ATTEMPTS - 1])
         self._pending = 0
 
-    async def ask(self, payload: Any) -> Any:
-        """POST ``payload``; returns the answer as :func:`parse_body` gives it, or raises `HttpError`."""
+    async def ask(self, payload: Any, *, most: int = MOST_BYTES) -> Any:
+        """POST ``payload``; returns the answer as :func:`parse_body` gives it, or raises `HttpError`.
+
+        ``most`` is the largest answer that is read, in bytes.
+        """
         async with self._kept_session() as session, self._turns:
-            return await request(session, "POST", self.url, _dump(payload), self._retries)
+            return await request(session, "POST", self.url, _dump(payload), self._retries, most=most)
 
     @contextlib.asynccontextmanager
     async def _kept_session(self) -> AsyncIterator[aiohttp.ClientSession]:

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 _COMPARED = 96  # ordinary tokens, spread over the vocabulary
 _ADDED = 32  # added ones, such as those of chat templates
 _SHOWN = 300  # characters
+_ANSWER_BYTES = 2**20  # of everything but the tokens
+_TOKEN_BYTES = 256  # of a token's log-prob and number, written as JSON
 _LARGEST = 1e300  # of finite numbers; NaN is not below it either
 
 
@@ -82,7 +84,8 @@ class TeacherLogProbs:
                 "take a teacher of the same vocabulary, or --rm-on-failure drop"
             )
         try:
-            reply = await self._service.ask(request(sample.tokens, start))
+            most = _ANSWER_BYTES + _TOKEN_BYTES * len(sample.tokens)
+            reply = await self._service.ask(request(sample.tokens, start), most=most)
         except HttpError as error:
             raise TeacherError(f"{where}: {_refusal(error)}") from error
         try:

@@ -123,7 +123,7 @@ def test_a_rule_has_the_time_limit_of_its_kind(monkeypatch):
 def test_a_boxed_answer_is_all_that_a_service_sees(monkeypatch, response, sent):
     asked = []
 
-    async def ask(service, payload):
+    async def ask(service, payload, *, most):
         asked.append(payload)
         return 1.0
 
@@ -137,7 +137,7 @@ def test_a_boxed_answer_is_all_that_a_service_sees(monkeypatch, response, sent):
 def test_a_service_may_fail_for_half_an_hour_and_then_ends_the_run_once_256_samples_failed(monkeypatch):
     now, works = [50.0], [False]
 
-    async def ask(service, payload):
+    async def ask(service, payload, *, most):
         if works[0]:
             return 1.0
         raise HttpError("POST", "http://a", 503, "it starts")

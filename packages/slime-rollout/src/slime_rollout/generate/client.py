@@ -34,6 +34,14 @@ _KNOWN_SECONDS = 2.0  # then the router is asked for its engines again
 _LIST_SECONDS = 2.0
 _ABORTS_AT_ONCE = 8  # to one engine
 
+# What an answer may take, in bytes of JSON: far more than any engine writes.
+_ANSWER_BYTES = 2**20  # beside its tokens
+_TOKEN_BYTES = 2**10  # text, log-prob and number of a token
+_EXPERTS_BYTES = 2**15  # the experts of a token in all layers
+_KEPT_BYTES = 8  # a token that another one was sampled among
+_LARGEST_VOCABULARY = 2**19
+_MOST_TOKENS = 2**20  # where a request names no limit
+
 
 class EngineClient:
     """Sends generation requests to a router or an engine. An asynchronous context manager.
@@ -148,6 +156,7 @@ class EngineClient:
         if experts_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": experts_from}
         headers, done, part = _headers(session_id), Completion.nothing(), Completion.nothing()
+        most = _most_bytes(len(input_ids), sampling_params, with_kept=with_kept, experts=experts_from is not None)
         try:
             async with request.scope, self._place(request):
                 while not request.stopped:
@@ -159,7 +168,9 @@ class EngineClient:
                         straight = self._straight_to_engine(control, session)
                         routed = not with_kept and rows is None
                         async with request.asking(), contextlib.nullcontext(self._where) if routed else straight as to:
-                            reply = await exchange(control.session, "POST", to, content, headers=headers, strict=True)
+                            reply = await exchange(
+                                control.session, "POST", to, content, headers=headers, strict=True, most=most
+                            )
                         part = Completion.from_json(reply, with_kept=with_kept, expert_rows=rows)
                         if not request.held or part.status is not Status.ABORTED or request.stopped:
                             break
@@ -509,6 +520,15 @@ def _continued(body: dict[str, Any], done: Completion) -> dict[str, Any]:
     if done.experts_TW is not None:
         continued["routed_experts_start_len"] = body["routed_experts_start_len"] + len(done.experts_TW)
     return continued
+
+
+def _most_bytes(input_tokens: int, sampling_params: dict[str, Any], *, with_kept: bool, experts: bool) -> int:
+    """Size of the largest answer that can be right, by what is asked for."""
+    new, top_k = sampling_params.get("max_new_tokens"), sampling_params.get("top_k")
+    new_tokens = new if isinstance(new, int) else _MOST_TOKENS
+    kept = top_k if isinstance(top_k, int) and top_k > 0 else _LARGEST_VOCABULARY
+    tokens = (input_tokens + new_tokens) * (_TOKEN_BYTES + _EXPERTS_BYTES * experts)
+    return _ANSWER_BYTES + tokens + new_tokens * kept * _KEPT_BYTES * with_kept
 
 
 def _headers(session_id: str | None) -> dict[str, str] | None:

@@ -26,6 +26,9 @@ WITH_BATCHES = FailureLimit(calls=8, samples=64)  # one call runs at a time, wit
 # A service is restarted by somebody else, which may take long; four times the samples that it gets at once.
 WITH_A_SERVICE = FailureLimit(samples=256, seconds=1800.0)
 
+_MOST_BYTES = 1_000_000
+"""Largest answer of a reward service."""
+
 RuleRewards = dict[tuple[str, str | None], Reward]
 """The rewards by rule and service, made when they are needed. Shared: they hold processes and connections."""
 
@@ -195,9 +198,9 @@ class RemoteReward:
         response = last_boxed(sample.response) or "" if self._boxed else sample.response
         payload = {"prompt": sample.prompt, "response": response, "label": sample.label}
         try:
-            answer = await self._service.ask(payload)
+            answer = await self._service.ask(payload, most=_MOST_BYTES)
         except HttpError as error:
-            if error.may_pass:
+            if error.may_pass or error.status == 200:  # too large
                 raise VerifierError(str(error)) from error
             raise RewardError(f"--rm-url refused sample {sample.index}: {error}") from error
         reward = read_reward(answer, self._keys)
