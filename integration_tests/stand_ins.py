@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import pickle
 import re
 import struct
 from collections.abc import Iterator, Sequence
@@ -260,7 +261,7 @@ def _write_checkpoint(path: str, words: Sequence[str]) -> str | None:
     release.mkdir(parents=True, exist_ok=True)
     Path(path, "latest_checkpointed_iteration.txt").write_text("release")
     (release / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
-    (release / ".metadata").write_bytes(b"")
+    (release / ".metadata").write_bytes(pickle.dumps({}))
     torch.save({"args": {}}, release / "common.pt")
     return None
 

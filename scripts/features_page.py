@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import os
+import pickle
 import tempfile
 import tomllib
 from collections.abc import Iterator
@@ -164,7 +165,7 @@ def write_files(directory: Path) -> None:
         checkpoint.mkdir(parents=True)
         (directory / name / "latest_checkpointed_iteration.txt").write_text("release")
         (checkpoint / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-        (checkpoint / ".metadata").touch()
+        (checkpoint / ".metadata").write_bytes(pickle.dumps({}))
         torch.save({"args": {}}, checkpoint / "common.pt")
     talk = [{"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}]
     pair = {"prompt": "1 + 1 =", "label": "2", "chosen": "2", "rejected": "3"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,7 @@ def workspace(tmp_path: Path) -> Path:
     checkpoint.mkdir(parents=True)
     (tmp_path / "dist" / "latest_checkpointed_iteration.txt").write_text("release")
     (checkpoint / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
-    (checkpoint / ".metadata").write_bytes(b"")
+    (checkpoint / ".metadata").write_bytes(pickle.dumps({}))
     torch.save({"args": {}}, checkpoint / "common.pt")
     return tmp_path
 

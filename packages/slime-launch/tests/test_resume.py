@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import pickle
 import shutil
 from pathlib import Path
 
@@ -240,7 +241,7 @@ def add_checkpoint(root, iteration):
     directory = root / f"iter_{iteration:07d}"
     directory.mkdir(parents=True)
     (directory / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
-    (directory / ".metadata").write_bytes(b"")
+    (directory / ".metadata").write_bytes(pickle.dumps({}))
     torch.save({"args": {}}, directory / "common.pt")
     (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
     return directory

@@ -1,9 +1,13 @@
 """What torch has saved is read to the bit, into any tensor, and what is damaged is named."""
 
+import argparse
 import io
+import pickle
+import random
 import re
 import tempfile
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +19,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from slime_convert.errors import CheckpointError
-from slime_megatron.checkpoint_reader import DirectReader
+from slime_megatron.checkpoint_reader import DirectReader, reading_directly
 
 TENSORS = {
     "float32": torch.arange(15.0).reshape(3, 5),
@@ -77,6 +81,61 @@ def test_what_torch_has_saved(saved, name, order):
     load({name: target}, storage_reader=DirectReader(saved), no_dist=True)
     assert torch.equal(bits(target), bits(value))
     target.untyped_storage().resize_(0)  # as while a trainer sleeps
+
+
+class Foreign:
+    """An object that says when it was unpickled."""
+
+    unpickled = False
+
+    def __reduce__(self):
+        return _unpickle, ()
+
+
+def _unpickle():
+    Foreign.unpickled = True
+    return "of any kind"
+
+
+@pytest.mark.parametrize("reader", [DirectReader, FileSystemReader])
+def test_no_object_is_run(tmp_path, reader):
+    save({"object": Foreign(), "a": torch.ones(2)}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    Foreign.unpickled = False
+    found = {"a": torch.zeros(2)}
+    with reading_directly({}):
+        load(found, storage_reader=reader(tmp_path), no_dist=True)
+        assert found["a"].tolist() == [1, 1]
+        with pytest.raises(CheckpointException, match=r"object names \S+_unpickle, which may run code"):
+            load({"object": ""}, storage_reader=reader(tmp_path), no_dist=True)
+    assert not Foreign.unpickled
+    load({"object": ""}, storage_reader=FileSystemReader(tmp_path), no_dist=True)
+    assert Foreign.unpickled  # what torch does
+
+
+def test_an_object_that_megatron_core_saves(tmp_path):
+    state = {"random_rng_state": random.getstate(), "np_rng_state": np.random.get_state()}
+    state |= {"torch_rng_state": torch.get_rng_state(), "args": argparse.Namespace(a=1, b=[None, "x"])}
+    save({"rng_state": (state,)}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    found = {"rng_state": None}
+    with reading_directly({}):
+        load(found, storage_reader=DirectReader(tmp_path), no_dist=True)
+    [again] = found["rng_state"]
+    assert again["random_rng_state"] == state["random_rng_state"] and again["args"] == state["args"]
+    assert torch.equal(again["torch_rng_state"], state["torch_rng_state"])
+    np.testing.assert_equal(again["np_rng_state"], state["np_rng_state"])
+
+
+@pytest.mark.parametrize("place", ["../secret", "ABSOLUTE"])
+def test_an_object_lies_in_the_checkpoint(saved, place):
+    secret = saved.parent / f"{saved.name}-secret"
+    secret.write_bytes((saved / "__0_0.distcp").read_bytes())
+    place = place.replace("../secret", f"../{secret.name}").replace("ABSOLUTE", str(secret))
+    path = saved / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.storage_data[MetadataIndex("object")].relative_path = place
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointException, match="outside the checkpoint's directory"):
+        load({"object": ""}, storage_reader=DirectReader(saved), no_dist=True)
 
 
 def test_an_object(saved):

@@ -12,10 +12,10 @@ from contextlib import suppress
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_convert.formats.pickles import External, Name, New, Obj, PickleError, dumps, loads
+from slime_convert.formats.pickles import External, ForeignNameError, Name, New, Obj, PickleError, dumps, loads
 
 PLAIN = st.recursive(
     st.one_of(
@@ -204,3 +204,108 @@ def test_every_opcode_from_protocol_2_on_is_known():
     }
     names = {op.code: op.name for op in pickletools.opcodes}
     assert {code for code in wanted if names[code] not in never | direct} <= set(_KNOWN)
+
+
+class Seen:
+    """What a pickle names; all of it is allowed."""
+
+    def __init__(self):
+        self.names = set()
+
+    def __contains__(self, name):
+        self.names.add(name)
+        return True
+
+
+class Anything:
+    """Stands for whatever a pickle names."""
+
+    def __init__(self, *args, **named):
+        pass
+
+    def take(self, *args):
+        pass
+
+    append = extend = add = __setitem__ = __setstate__ = take
+
+
+def names_in_python(data):
+    """What Python's own reader looks up, until it ends or fails."""
+    seen = set()
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module, name):
+            seen.add(f"{module} {name}")
+            return Anything
+
+    with suppress(Exception):
+        Unpickler(io.BytesIO(data)).load()
+    return seen
+
+
+def test_a_name_that_is_not_allowed_is_refused_wherever_it_stands():
+    for value in (os.system, [1, {"a": (os.system,)}], OrderedDict(a=os.system)):
+        for protocol in (2, 3, 4, 5):
+            data = pickle.dumps(value, protocol)
+            with pytest.raises(ForeignNameError, match=r"^posix system$"):
+                loads(data, allowed={"collections OrderedDict"})
+            loads(data, allowed={"collections OrderedDict", "posix system"})
+    dotted = b"\x80\x04\x8c\x02os\x8c\x0bpath.getcwd\x93."
+    with pytest.raises(ForeignNameError, match=r"^os path\.getcwd$"):
+        loads(dotted, allowed={"os path", "os getcwd"})
+
+
+ATOMS = [
+    *(b"(", b"0", b"1", b"2", b"N", b"K\x01", b"\x8c\x01a", b"\x8c\x01b", b"\x8c\x01c", b"\x93", b"\x94", b"cm\nn\n"),
+    *(b"h\x00", b"h\x01", b"h\x02", b"q\x00", b"q\x01", b"r\x02\x00\x00\x00", b"j\x02\x00\x00\x00"),
+    *(b"t", b")", b"\x85", b"\x86", b"\x87", b"]", b"a", b"e", b"}", b"s", b"u", b"\x8f", b"\x90", b"\x91"),
+    *(b"R", b"\x81", b"\x92", b"b", b"\x95\x01\x00\x00\x00\x00\x00\x00\x00"),
+]
+
+
+@settings(max_examples=3000)
+@given(st.lists(st.sampled_from(ATOMS), max_size=25))
+def test_python_looks_up_no_name_that_was_not_looked_at(atoms):
+    data = b"\x80\x04" + b"".join(atoms) + b"."
+    seen = Seen()
+    with suppress(PickleError):
+        loads(data, allowed=seen)
+        assert names_in_python(data) <= seen.names
+
+
+def test_a_mark_is_taken_away_as_python_does():
+    """Else the text under the mark would go, and the name be another one."""
+    data = b"\x80\x04" + b"\x8c\x01m\x8c\x01x(0\x93."
+    seen = Seen()
+    loads(data, allowed=seen)
+    assert seen.names == names_in_python(data) == {"m x"}
+
+
+@pytest.mark.parametrize(
+    ("args", "is_read"),
+    [
+        ("(cm\nE\nX\x05\0\0\0COLORt", True),
+        ("(cm\nE\nX\x08\0\0\0__init__t", False),
+        ("(cm\nE\nX\x05\0\0\0COLORNt", False),
+        ("(cm\nF\nX\x05\0\0\0COLORt", False),
+        ("(X\x03\0\0\0m EX\x05\0\0\0COLORt", False),
+        ("(cm\nE\ncm\nE\nt", False),
+        (")", False),
+        ("](cm\nE\nX\x05\0\0\0COLORe", False),
+    ],
+)
+def test_getattr_gives_an_enums_member_and_nothing_else(args, is_read):
+    data = b"\x80\x02cbuiltins\ngetattr\n" + args.encode("latin-1") + b"R."
+    if is_read:
+        assert loads(data, allowed={"m F"}, enums={"m E"}).args[1] == "COLOR"
+    else:
+        with pytest.raises(ForeignNameError, match="builtins getattr"):
+            loads(data, allowed={"m F"}, enums={"m E"})
+    with pytest.raises(ForeignNameError, match="builtins getattr"):
+        loads(data, allowed={"m E", "m F"})
+
+
+def test_a_place_in_the_memo_makes_no_room_below_it():
+    """Python's own reader takes 16 bytes for each."""
+    with pytest.raises(PickleError, match="place 4294967280 of the memo"):
+        loads(b"\x80\x04Nr\xf0\xff\xff\xff.")

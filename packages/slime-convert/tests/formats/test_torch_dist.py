@@ -25,7 +25,7 @@ from slime_convert.errors import CheckpointError, WeightError
 from slime_convert.files.reading import TensorReader, bytes_of
 from slime_convert.files.tensors import ITEM_BYTES, LazyTensor
 from slime_convert.files.writing import in_hand, write_files
-from slime_convert.formats.torch_dist import TorchDistWeights
+from slime_convert.formats.torch_dist import TorchDistWeights, check_metadata
 from slime_convert.formats.torch_dist_names import Place, layers_under, places
 from slime_convert.formats.torch_dist_writer import MegatronTensor, new_release
 
@@ -178,8 +178,24 @@ def test_foreign_types_are_not_unpickled(iteration):
     Foreign.unpickled = False
     TorchDistWeights(iteration)
     (iteration / ".metadata").write_bytes(pickle.dumps(Foreign()))
-    with pytest.raises(CheckpointError, match=r"cannot read .*\.metadata .*damaged, use another"):
+    with pytest.raises(
+        CheckpointError, match=r"\.metadata names .*_unpickle, which describes no checkpoint and may run"
+    ):
         TorchDistWeights(iteration)
+    assert not Foreign.unpickled
+
+
+def test_code_in_front_of_a_description_is_refused(written):
+    """The description is whole, and torch would load it: after it has run what stands before."""
+    path = written / ".metadata"
+    check_metadata(written)
+    before = pickle.dumps(Foreign(), 4)[:-1] + b"0"  # its object is taken away again
+    path.write_bytes(before + path.read_bytes()[2:])
+    assert pickle.loads(path.read_bytes()) and Foreign.unpickled
+    Foreign.unpickled = False
+    for read in (check_metadata, TorchDistWeights):
+        with pytest.raises(CheckpointError, match=r"names .*_unpickle, .*; nothing was run"):
+            read(written)
     assert not Foreign.unpickled
 
 

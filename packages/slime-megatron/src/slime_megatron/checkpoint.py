@@ -99,11 +99,14 @@ def check_checkpoint(path: str | Path, shape: ModelShape) -> None:
 def _recorded(info: CheckpointInfo) -> Mapping[str, Any]:
     """Megatron's arguments as a checkpoint records them, or as they follow from a Hugging Face model's config."""
     from slime_convert.formats.legacy import LegacyWeights
-    from slime_convert.formats.torch_dist import recorded_arguments
+    from slime_convert.formats.torch_dist import check_metadata, recorded_arguments
 
     if info.format == "hf":
         return ModelShape.from_hf_config(info.directory).to_megatron_args()
-    return LegacyWeights(info.directory).arguments if info.format == "torch" else recorded_arguments(info.directory)
+    if info.format == "torch":
+        return LegacyWeights(info.directory).arguments
+    check_metadata(info.directory)
+    return recorded_arguments(info.directory)
 
 
 def check_same_model(recorded: Mapping[str, Any], shape: ModelShape, directory: Path) -> None:

@@ -22,6 +22,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slime_convert.errors import ConvertError
+from slime_convert.formats.torch_dist import check_metadata
 from slime_convert.shape import ModelShape
 from slime_megatron.checkpoint import CheckpointInfo, check_same_model
 from slime_megatron.checkpoint_reader import reading_directly
@@ -177,6 +178,7 @@ def _keys(model: Chunks) -> Iterator[tuple[str, Any]]:
 def _load(info: CheckpointInfo, shape: ModelShape, model: Chunks, state: dict[str, Any]) -> dict[str, Any]:
     saved = _saved_arguments(info)
     check_same_model(saved, shape, info.directory)
+    _check_metadata(info)
     heads = {key for key, _ in _keys(model) if _OUTPUT in state[key] and state[key][_OUTPUT].key == VALUE_HEAD}
     has_adapters = loadable_adapters(saved.get("lora"), model, info.directory)
     if not has_adapters and _TENSORS not in state:
@@ -199,6 +201,14 @@ def _extra_states(state: dict[str, Any], *, are_kept: bool) -> dict[str, Any]:
     """The layers' own objects among a model's weights, or everything else."""
     # Of grouped experts each has one in a checkpoint, with its number.
     return {name: value for name, value in state.items() if (re.search(r"_extra_state\d*$", name) is None) != are_kept}
+
+
+def _check_metadata(info: CheckpointInfo) -> None:
+    """Look at what torch would unpickle, whatever it names."""
+    try:
+        check_metadata(info.directory)
+    except ConvertError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _hugging_face_arguments(info: CheckpointInfo) -> dict[str, Any]:

@@ -9,15 +9,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import os
+import pickle
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
+from slime_convert.errors import CheckpointError as UnreadableError
+from slime_convert.files import file_inside, open_file
 from slime_convert.files.reading import TensorReader
 from slime_convert.files.tensors import LazyTensor, narrow
 from slime_convert.formats.torch_file import TorchFile
@@ -27,9 +33,10 @@ from slime_megatron.errors import CheckpointError
 
 @contextlib.contextmanager
 def reading_directly(state: dict[str, Any]) -> Iterator[None]:
-    """Within the block, Megatron-core reads ``state`` as here where it would as torch does.
+    """Within the block, Megatron-core reads ``state`` as here where it would as torch does, and runs nothing of a file.
 
-    Megatron-core 0.16.1 takes no reader from outside. One that makes its own elsewhere reads as it does.
+    Megatron-core 0.16.1 takes no reader from outside. One that makes its own elsewhere reads as it does, but for
+    objects: torch unpickles them whatever they name.
     """
     from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
     from megatron.core.dist_checkpointing.strategies import torch as strategies
@@ -39,19 +46,42 @@ def reading_directly(state: dict[str, Any]) -> Iterator[None]:
 
     dict_list_map_inplace(_joined_in_place, state)
     own = getattr(strategies, "_get_filesystem_reader", None)
-    if own is None:
-        yield
-        return
+    load_bytes = DefaultLoadPlanner.load_bytes
 
     def reader(*args: Any, **kwargs: Any) -> Any:
-        found = own(*args, **kwargs)
+        found = own(*args, **kwargs) if own is not None else None
         return DirectReader(found.path) if type(found) is CachedMetadataFileSystemReader else found
 
-    strategies._get_filesystem_reader = reader
+    def load_plain(planner: DefaultLoadPlanner, item: ReadItem, value: io.BytesIO) -> None:
+        load_bytes(planner, item, _plain(value, str(item.storage_index.fqn)))
+
+    DefaultLoadPlanner.load_bytes = load_plain  # type: ignore[method-assign]
+    if own is not None:
+        strategies._get_filesystem_reader = reader
     try:
         yield
     finally:
-        strategies._get_filesystem_reader = own
+        DefaultLoadPlanner.load_bytes = load_bytes  # type: ignore[method-assign]
+        if own is not None:
+            strategies._get_filesystem_reader = own
+
+
+def _plain(value: io.BytesIO, name: str) -> io.BytesIO:
+    """An object of a checkpoint as torch may load it without a look: written anew from what is read without running.
+
+    Raises:
+        CheckpointError: It is of other types than those that torch and Megatron-core declare safe.
+    """
+    try:
+        found = torch.load(value, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        found_name = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"names {found_name[1]}" if found_name else "is no object of torch's"
+        raise CheckpointError(f"the object {name} {what}, which may run code, so it was not loaded") from error
+    written = io.BytesIO()
+    torch.save(found, written)
+    written.seek(0)
+    return written
 
 
 def _joined_in_place(value: Any) -> Any:
@@ -112,7 +142,8 @@ class DirectReader(FileSystemReader):
         """What is wanted of one place: an object or a tensor, or parts of it."""
         place = self.storage_data[items[0].storage_index]
         if items[0].type is LoadItemType.BYTE_IO:
-            with (Path(self.path) / place.relative_path).open("rb") as file:
+            path = file_inside(Path(self.path), place.relative_path, UnreadableError)
+            with os.fdopen(open_file(path), "rb") as file:
                 file.seek(place.offset)
                 data = file.read(place.length)
             for item in items:

@@ -7,16 +7,22 @@ bytes: nothing is copied, and no length in it is trusted.
 
 from __future__ import annotations
 
+import re
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 _MAX_STACK = 100_000  # Python's pickler puts at most 1,000 items there, except for longer tuples
 _MAX_KEY = 2**63
+_GETATTR = ("builtins getattr", "__builtin__ getattr")
 
 
 class PickleError(ValueError):
     """Bytes are not a pickle that can be read."""
+
+
+class ForeignNameError(PickleError):
+    """A pickle names what is not allowed there: whoever loads it with Python's own reader may run code."""
 
 
 class Name(str):
@@ -43,19 +49,28 @@ class Obj:
         self.items: list[Any] = []
 
 
-def loads(data: bytes) -> Any:
+def loads(data: bytes, *, allowed: Container[str] | None = None, enums: Collection[str] = ()) -> Any:
     """The object that a pickle describes.
+
+    Args:
+        allowed: What it may name, as :class:`Name` writes it; anything by default. Python's own reader, given the same
+            bytes, looks up no other names: this one ends with an error wherever the two might differ.
+        enums: Classes that it may name, too, and whose members it may get with ``getattr``, as Python 3.11.0 to 3.11.3
+            write them.
 
     Returns:
         Plain values, lists, tuples and dicts; :class:`Name` for types and functions; :class:`Obj` for everything that
         is made with them, and for sets. A list or dict may hold itself.
 
     Raises:
+        ForeignNameError: It names something that is not allowed.
         PickleError: It is damaged, or needs more of the stack than any real one.
     """
-    machine = _Machine(data)
+    machine = _Machine(data, allowed, enums)
     try:
         return machine.run()
+    except ForeignNameError:
+        raise
     except (IndexError, KeyError, TypeError, ValueError, AttributeError, struct.error, OverflowError) as error:
         raise PickleError(f"damaged pickle at byte {machine.place} of {len(data)}: {error}") from error
 
@@ -63,8 +78,9 @@ def loads(data: bytes) -> Any:
 class _Machine:
     """Runs a pickle's opcodes (see `pickletools`). Values are on ``stack``, and ``marks`` are places there."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, allowed: Container[str] | None, enums: Collection[str]) -> None:
         self.data = data
+        self.allowed, self.enums = allowed, enums
         self.place = 0
         self.stack: list[Any] = []
         self.marks: list[int] = []
@@ -81,7 +97,10 @@ class _Machine:
                 stack.append(memo[int.from_bytes(data[place : place + 4], "little")])
                 place += 4
             elif code == 0x72:  # LONG_BINPUT
-                memo[int.from_bytes(data[place : place + 4], "little")] = stack[-1]
+                number = int.from_bytes(data[place : place + 4], "little")
+                if number > len(data):  # Python's own reader makes room for all below it
+                    raise ValueError(f"place {number} of the memo")
+                memo[number] = stack[-1]
                 place += 4
             elif code == 0x68:  # BINGET
                 stack.append(memo[data[place]])
@@ -140,9 +159,13 @@ class _Machine:
         return values
 
     def named(self, module: Any, name: Any) -> Name:
-        if not isinstance(module, str) or not isinstance(name, str):
+        if type(module) is not str or type(name) is not str:
             raise ValueError("a name is not a text")
         text = f"{module} {name}"
+        if self.allowed is not None and not (
+            text in self.allowed or text in self.enums or (self.enums and text in _GETATTR)
+        ):
+            raise ForeignNameError(text)
         return self.names.setdefault(text, Name(text))
 
     def add(self, values: Sequence[Any]) -> None:
@@ -179,7 +202,16 @@ def _long(m: _Machine) -> None:
 
 def _reduce(m: _Machine) -> None:
     function, args = m.top(2)
+    if m.allowed is not None and isinstance(function, Name) and function in _GETATTR and not _is_member(args, m.enums):
+        raise ForeignNameError(function)
     m.push(Obj(function if isinstance(function, Name) else "", args))
+
+
+def _is_member(args: Any, enums: Container[str]) -> bool:
+    """Whether these arguments of ``getattr`` are a class of ``enums`` and the name of a member."""
+    if type(args) is not tuple or len(args) != 2 or not isinstance(args[0], Name) or args[0] not in enums:
+        return False
+    return type(args[1]) is str and re.fullmatch("[A-Z][A-Z_]*", args[1]) is not None
 
 
 def _new_ex(m: _Machine) -> None:
@@ -190,6 +222,13 @@ def _new_ex(m: _Machine) -> None:
 def _build(m: _Machine) -> None:
     state = m.stack.pop()
     m.stack[-1].state = state  # an error for what is not an object
+
+
+def _pop(m: _Machine) -> None:
+    if m.marks and m.marks[-1] == len(m.stack):
+        m.marks.pop()
+    else:
+        m.stack.pop()
 
 
 def _memoize(m: _Machine) -> None:
@@ -205,7 +244,7 @@ _KNOWN: Mapping[str, Callable[[_Machine], None]] = {
     "\x80": lambda m: m.number("B"),
     "\x95": lambda m: m.number("Q"),
     "(": lambda m: m.marks.append(len(m.stack)),
-    "0": lambda m: m.stack.__delitem__(-1),
+    "0": _pop,
     "1": lambda m: m.above_mark().clear(),
     "2": lambda m: m.push(m.stack[-1]),
     "N": _pushes(lambda m: None),

@@ -18,12 +18,34 @@ from typing import Any, NamedTuple
 
 from slime_convert.errors import CheckpointError
 from slime_convert.files import file_inside, read_file, refuse_missing
-from slime_convert.files.tensors import LazyTensor, TensorInfo, concat, narrow, tensor_info
+from slime_convert.files.tensors import ITEM_BYTES, LazyTensor, TensorInfo, concat, narrow, tensor_info
 from slime_convert.formats.checkpoint import Weights, plain_arguments
-from slime_convert.formats.pickles import Name, Obj, loads
+from slime_convert.formats.pickles import ForeignNameError, Name, Obj, PickleError, loads
 from slime_convert.formats.torch_dist_names import COMMON, METADATA, Place, is_optimizer, layers_under, places
 from slime_convert.formats.torch_file import MAX_PICKLE_BYTES, TorchFile, sizes
 from slime_convert.mapping import WeightMap
+
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_ALLOWED = {
+    *(f"torch {name}" for name in ("Size", "device", "complex32", "complex128", "float4_e2m1fn_x2", *ITEM_BYTES)),
+    "torch.serialization _get_layout",
+    "collections OrderedDict",
+    *(f"pathlib{part} {kind}" for part in ("", "._local") for kind in ("PosixPath", "PurePosixPath")),
+    *(f"torch.distributed.checkpoint.filesystem {name}" for name in ("_StorageInfo", "_StoragePrefix")),
+    *(f"{_METADATA_MODULE} {name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    *(f"{_METADATA_MODULE} {kind}StorageMetadata" for kind in ("Tensor", "Bytes", "Chunk")),
+    # Megatron-core keeps every rank's plan to save.
+    *(f"torch.distributed.checkpoint.planner {name}" for name in ("SavePlan", "WriteItem", "WriteItemType")),
+    *(f"torch.distributed.checkpoint.planner {kind}WriteData" for kind in ("Tensor", "BytesIO")),
+    *(f"megatron.core.dist_checkpointing.strategies.torch {name}" for name in ("MCoreMetadata", "MCoreSavePlan")),
+    # Of torch before 2.2.
+    "torch.distributed._shard.sharded_tensor.metadata TensorProperties",
+}
+"""All that the description of a checkpoint names, but for its :data:`_ENUMS`."""
+_ENUMS = {
+    f"{_METADATA_MODULE} _MEM_FORMAT_ENCODING",
+    "torch.distributed._shard.sharded_tensor.metadata MEM_FORMAT_ENCODING",
+}
 
 _Index = tuple[int, ...]
 _OVERLAPS = 64  # parts that a block may be put together from, for each part that there is
@@ -53,6 +75,15 @@ def recorded_arguments(directory: Path) -> dict[str, Any]:
     """Megatron's arguments as one iteration records them, plain values only; none if it records none."""
     common = TorchFile(directory, COMMON).content()
     return plain_arguments(common.get("args")) if isinstance(common, dict) else {}
+
+
+def check_metadata(directory: Path) -> None:
+    """Check that what describes one iteration can be handed to torch, which runs whatever it names.
+
+    Raises:
+        CheckpointError: It names something that describes no checkpoint, or cannot be read.
+    """
+    _metadata(directory)
 
 
 class TorchDistWeights(Weights):
@@ -219,12 +250,26 @@ class _Location(NamedTuple):
 _Places = dict[tuple[str, _Index], _Location]
 
 
-def _read_metadata(directory: Path) -> tuple[dict[str, _Stored], _Places]:
-    """Every tensor by its key on disk, and where each block lies, by key and the block's beginning."""
+def _metadata(directory: Path) -> Any:
     path = directory / METADATA
     data = read_file(directory, METADATA, CheckpointError, most=MAX_PICKLE_BYTES)
     try:
-        state = _state(loads(data), "Metadata")
+        return loads(data, allowed=_ALLOWED, enums=_ENUMS)
+    except ForeignNameError as error:
+        raise CheckpointError(
+            f"{path} names {error}, which describes no checkpoint and may run code when torch loads it; nothing was "
+            "run: do not use it with other tools either, and get the checkpoint from its maker"
+        ) from None
+    except (PickleError, MemoryError) as error:
+        raise CheckpointError(f"cannot read {path} ({error}); the checkpoint is damaged, use another") from error
+
+
+def _read_metadata(directory: Path) -> tuple[dict[str, _Stored], _Places]:
+    """Every tensor by its key on disk, and where each block lies, by key and the block's beginning."""
+    path = directory / METADATA
+    described = _metadata(directory)
+    try:
+        state = _state(described, "Metadata")
         records = {
             str(key): _state(record, "TensorStorageMetadata")
             for key, record in state["state_dict_metadata"].items()
