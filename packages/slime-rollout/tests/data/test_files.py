@@ -265,6 +265,63 @@ def test_capital_letters_in_the_end_of_a_name(tmp_path, suffix, write):
     assert contents(str(path.rename(tmp_path / f"P{suffix.upper()}"))) == [("a", None, None, {})]
 
 
+def saved_table(path, table):
+    datasets.Dataset(table).save_to_disk(path)
+    [data] = path.glob("*.arrow")
+    return data
+
+
+def nested(texts):
+    """Columns whose texts lie at different depths."""
+    pairs = [[{"content": text, "n": 1}] for text in texts]
+    return {"prompt": texts, "label": ["x"] * len(texts), "metadata": pairs}
+
+
+@pytest.mark.parametrize("old", [4, 5])
+def test_an_offset_outside_a_mapped_file_is_refused(tmp_path, old):
+    """It ended the process, or the bytes behind the text became part of a row."""
+    texts = ["abcd", "e" * 5, "f" * 6]
+    data = saved_table(tmp_path / "p", pa.table(nested(texts)))
+    content = data.read_bytes()
+    offsets = struct.pack("<4i", 0, 4, 9, 15)
+    places = [at for at in range(len(content)) if content.startswith(offsets, at)]
+    assert len(places) == 2  # of the column, and of the texts in the lists
+    for place in places:
+        for value in (16, 2**20, 2**31 - 1, -1):
+            changed = struct.pack("<4i", 0, 4, *((9, value) if old == 5 else (value, 15)))
+            data.write_bytes(content[:place] + changed + content[place + len(changed) :])
+            with pytest.raises(
+                DataError, match=r"p is damaged or cut off and cannot be read as a directory of"
+            ) as caught:
+                read_prompts(str(tmp_path / "p"))
+            assert "\n" not in str(caught.value)
+
+
+def test_text_that_is_not_utf8_hides_no_offset(tmp_path):
+    data = saved_table(tmp_path / "p", pa.table(nested(["abcd", "e" * 5, "f" * 6])))
+    content = data.read_bytes().replace(b"abcd", b"ab\xff\xfe")
+    offsets = struct.pack("<4i", 0, 4, 9, 15)
+    data.write_bytes(content)
+    with pytest.raises(DataError, match="row 1: a value cannot be read: 'utf-8' codec"):
+        read_prompts(str(tmp_path / "p"))
+    at = content.rindex(offsets)
+    data.write_bytes(content[:at] + struct.pack("<4i", 0, 4, 9, 2**30) + content[at + 16 :])
+    with pytest.raises(DataError, match="p is damaged or cut off"):
+        read_prompts(str(tmp_path / "p"))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["/etc/passwd", "../other.arrow", "pipe", "missing", "."])
+def test_a_saved_data_set_lies_in_its_directory(tmp_path, name):
+    data = saved_table(tmp_path / "p", pa.table({"prompt": ["a"]}))
+    (tmp_path / "other.arrow").write_bytes(data.read_bytes())
+    os.mkfifo(tmp_path / "p" / "pipe")
+    state = tmp_path / "p" / "state.json"
+    state.write_text(state.read_text().replace(data.name, name))
+    with pytest.raises(DataError, match=f"state.json names '{name}', which is no file of its directory"):
+        read_prompts(str(tmp_path / "p"))
+
+
 def test_columns_of_the_same_name_are_refused(tmp_path):
     path = tmp_path / "p.parquet"
     names = ["prompt", "prompt", "label"]

@@ -21,6 +21,7 @@ from typing import IO, Any
 import orjson
 
 from slime_core.errors import DataError
+from slime_core.files import read_bytes
 from slime_core.importing import install_hint
 from slime_rollout.data.json_array import BOM, array_items, is_array
 
@@ -249,7 +250,10 @@ def _parts(file: Path) -> list[Path]:
     if not file.is_dir():
         return [file]
     state = file / "state.json"
-    names = [entry["filename"] for entry in orjson.loads(state.read_bytes())["_data_files"]]
+    names = [str(entry["filename"]) for entry in orjson.loads(read_bytes(state))["_data_files"]]
+    for name in names:
+        if Path(name).name != name or not (file / name).is_file():
+            raise DataError(f"{state} names {name!r}, which is no file of its directory; write the data set again")
     return [state, *(file / name for name in names)]
 
 
@@ -290,6 +294,8 @@ class _Table:
         self._file, self._saved = file, file.is_dir()
         self._how = "read as a directory of datasets.save_to_disk" if self._saved else "read as a Parquet file"
         with self._open() as opened:
+            if self._saved:
+                _check_bounds(opened)
             self.size: int = opened.num_rows if self._saved else opened.metadata.num_rows
             schema = opened.schema if self._saved else opened.schema_arrow
         self._json_fields = [field for field in schema if _JSON in str(field.type)]
@@ -350,6 +356,33 @@ def _mapped(directory: Path) -> Any:
     pyarrow = importlib.import_module("pyarrow")
     tables = [pyarrow.ipc.open_stream(pyarrow.memory_map(str(part))).read_all() for part in _parts(directory)[1:]]
     return pyarrow.concat_tables(tables) if tables else pyarrow.table({})
+
+
+def _check_bounds(table: Any) -> None:
+    """Check that nothing in a mapped table is said to lie outside it, where reading it would end the process.
+
+    Text that is not UTF-8 makes its own row bad, no other.
+    """
+    invalid = importlib.import_module("pyarrow").ArrowInvalid
+    left = [chunk for column in table.columns for chunk in column.chunks]
+    while left:
+        array = left.pop()
+        array.validate()
+        try:
+            array.validate(full=True)
+        except invalid as error:
+            if "UTF8" not in str(error):
+                raise
+            left += _children(array)
+
+
+def _children(array: Any) -> list[Any]:
+    """The arrays that an array consists of; none if it holds values itself."""
+    names = ("storage",), ("keys", "items"), ("indices", "dictionary"), ("values",)
+    for parts in names:
+        if all(hasattr(array, part) for part in parts):
+            return [getattr(array, part) for part in parts]
+    return [array.field(number) for number in range(array.type.num_fields)] if hasattr(array, "field") else []
 
 
 def _saved_batches(table: Any, start: int, stop: int) -> Iterator[tuple[int, Any]]:
