@@ -1,12 +1,15 @@
 """Deltas from the sender's end to a whole checkpoint at the receiver's, without engines that could load it."""
 
+import contextlib
 import dataclasses
+import http.client
 import os
 import pickle
 import shutil
 import signal
 import subprocess
 import sys
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -376,6 +379,31 @@ def test_a_receiver_says_what_it_wants_to_be_asked(receiver, asked):
     with pytest.raises(HttpError, match="POST /pull") as caught:
         call("POST", receiver.url + "/pull", asked)
     assert caught.value.status == 400
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 400),
+        ({"Content-Length": "-1"}, 400),
+        ({"Content-Length": "x"}, 400),
+        ({"Content-Length": "400000000"}, 400),
+        ({"Content-Length": "14", "Origin": "http://a.page"}, 403),
+        ({"Content-Length": "14"}, 409),  # no such version
+    ],
+)
+def test_a_request_is_small_and_comes_from_no_page(receiver, headers, status):
+    """A request that announced 400 MB was read, and one from any page of a browser on this machine."""
+    where = urlsplit(receiver.url)
+    with contextlib.closing(http.client.HTTPConnection(where.hostname, where.port, timeout=20)) as connection:
+        connection.putrequest("POST", "/pull")
+        for name, value in headers.items():
+            connection.putheader(name, value)
+        connection.endheaders()
+        connection.send(b'{"version": 7}')
+        answer = connection.getresponse()
+        assert answer.status == status and answer.read()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

@@ -39,6 +39,7 @@ from slime_rollout.weights.disk import DeltaIndex, apply_delta, first_tensor, re
 READ_SECONDS = 30.0
 FILE_BYTES = 2**29
 HIGHEST_PORT = 65535
+MOST_BYTES = 1000  # of a request
 
 logger = logging.getLogger(__name__)
 
@@ -236,10 +237,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             message = f"give the run the key that the receiver has as {API_KEY}, as --sglang-api-key"
             self._answer(401, {"error": "Unauthorized", "message": message})
             return
+        if (origin := self.headers.get("Origin")) is not None:
+            message = f"a page of {origin[:MOST_BYTES]} asks, and none may"  # in a browser of this machine
+            self._answer(403, {"error": "Forbidden", "message": message})
+            return
         try:
-            size = int(self.headers["Content-Length"])
+            if not (length := self.headers["Content-Length"]).isdecimal() or (size := int(length)) > MOST_BYTES:
+                raise ValueError
             version = int(orjson.loads(self.rfile.read(size))["version"] if self.path == "/pull" else "")
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             self._answer(400, {"error": "BadRequest", "message": 'POST /pull {"version": 7}'})
             return
         try:
