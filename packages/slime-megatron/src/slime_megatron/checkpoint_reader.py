@@ -45,15 +45,15 @@ def reading_directly(state: dict[str, Any]) -> Iterator[None]:
     )
 
     dict_list_map_inplace(_joined_in_place, state)
-    own = getattr(strategies, "_get_filesystem_reader", None)
+    own: Any = getattr(strategies, "_get_filesystem_reader", None)
     load_bytes = DefaultLoadPlanner.load_bytes
 
     def reader(*args: Any, **kwargs: Any) -> Any:
-        found = own(*args, **kwargs) if own is not None else None
+        found = own(*args, **kwargs)
         return DirectReader(found.path) if type(found) is CachedMetadataFileSystemReader else found
 
-    def load_plain(planner: DefaultLoadPlanner, item: ReadItem, value: io.BytesIO) -> None:
-        load_bytes(planner, item, _plain(value, str(item.storage_index.fqn)))
+    def load_plain(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
+        load_bytes(self, read_item, _plain(value, str(read_item.storage_index.fqn)))
 
     DefaultLoadPlanner.load_bytes = load_plain  # type: ignore[method-assign]
     if own is not None:
@@ -67,7 +67,7 @@ def reading_directly(state: dict[str, Any]) -> Iterator[None]:
 
 
 def _plain(value: io.BytesIO, name: str) -> io.BytesIO:
-    """An object of a checkpoint as torch may load it without a look: written anew from what is read without running.
+    """An object of a checkpoint as torch may load it without a look: saved again, from what is read without running it.
 
     Raises:
         CheckpointError: It is of other types than those that torch and Megatron-core declare safe.
@@ -143,9 +143,9 @@ class DirectReader(FileSystemReader):
         place = self.storage_data[items[0].storage_index]
         if items[0].type is LoadItemType.BYTE_IO:
             path = file_inside(Path(self.path), place.relative_path, UnreadableError)
-            with os.fdopen(open_file(path), "rb") as file:
-                file.seek(place.offset)
-                data = file.read(place.length)
+            with os.fdopen(open_file(path), "rb") as stream:
+                stream.seek(place.offset)
+                data = stream.read(place.length)
             for item in items:
                 planner.load_bytes(item, io.BytesIO(data))
             return

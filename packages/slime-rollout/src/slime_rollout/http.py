@@ -216,6 +216,7 @@ async def exchange(
         headers = {**_JSON_HEADERS, **headers} if headers else _JSON_HEADERS
     how, data = method, body
     to: str | yarl.URL = url
+    text = b""
     for _ in range(_MOST_REDIRECTS):
         try:
             with ASKED(url):
@@ -231,6 +232,7 @@ async def exchange(
             raise HttpError(method, url, answer.status, problem)
         if answer.status == 200 or (not strict and 200 <= answer.status < 300):
             return content
+        text = content
         goes_to = answer.headers.get("Location")
         if strict or goes_to is None or answer.status not in _REDIRECTS:
             break
@@ -238,7 +240,7 @@ async def exchange(
         if answer.status < 307 and how != "HEAD":  # RFC 9110, 15.4: what is there is to be read, nothing sent again
             how, data = "GET", None
     after = retry_after_seconds(answer.headers.get("Retry-After"))
-    raise HttpError(method, url, answer.status, content.decode(errors="backslashreplace"), retry_after=after)
+    raise HttpError(method, url, answer.status, text.decode(errors="backslashreplace"), retry_after=after)
 
 
 def _redirected(method: str, url: str, status: int, asked: str | yarl.URL, location: str) -> yarl.URL:
