@@ -200,7 +200,7 @@ def hostile_weight(td, hostile):
     ("poison", "code"),
     [
         (hostile_metadata, 2),
-        (hostile_in_metadata, 0),
+        (hostile_in_metadata, 2),  # torch would run it
         (hostile_common, 0),
         (hostile_in_common, 0),
         (hostile_weight, 2),

@@ -89,6 +89,8 @@ class _Machine:
 
     def run(self) -> Any:
         data, stack, memo, place = self.data, self.stack, self.memo, 0
+        # Python's own reader makes room for all places below one; here none is made.
+        most = 2**32 if self.allowed is None else len(data)
         while True:
             code = data[place]
             place += 1
@@ -98,7 +100,7 @@ class _Machine:
                 place += 4
             elif code == 0x72:  # LONG_BINPUT
                 number = int.from_bytes(data[place : place + 4], "little")
-                if number > len(data):  # Python's own reader makes room for all below it
+                if number > most:
                     raise ValueError(f"place {number} of the memo")
                 memo[number] = stack[-1]
                 place += 4
