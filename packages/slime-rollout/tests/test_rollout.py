@@ -354,9 +354,9 @@ except KeyboardInterrupt:
         [sys.executable, "-W", "error", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     try:
-        assert asked.wait(60)
+        assert asked.wait(120)
         child.send_signal(signal.SIGINT)
-        out, err = child.communicate(timeout=20)
+        out, err = child.communicate(timeout=120)
     finally:
         child.kill()
     assert (child.returncode, out, err) == (0, b"position 0\n", b"")

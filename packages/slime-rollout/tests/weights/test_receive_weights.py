@@ -79,7 +79,7 @@ def test_a_trainer_updates_its_engines_through_a_receiver_that_listens(
     assert [engine.version for engine in engines] == ["1", "1"]
     assert call("POST", f"{url}/pull", {"version": 1})["path"] == str(path)
     listening.send_signal(signal.SIGINT)
-    assert listening.wait(20) == 130
+    assert listening.wait(120) == 130
 
 
 def test_it_listens_on_ipv6_and_takes_its_key_from_the_environment(listen):
