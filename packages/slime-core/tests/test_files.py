@@ -69,13 +69,19 @@ def test_of_a_failure_the_old_file_is_left_and_nothing_else(tmp_path):
 
 
 def test_what_killed_writers_have_left_goes_and_other_files_stay(tmp_path):
-    left = [".file.0123456789abcdef.partial", ".file.1.partial"]
-    others = [".file.1.part", ".files.1.partial", ".other.1.partial", "file.1.partial"]
+    left = [".file.0123456789abcdef.partial", ".file.1111111111111111.partial"]
+    others = [
+        ".file.1.part",
+        ".file.more.0123456789abcdef.partial",
+        ".files.1.partial",
+        ".other.1.partial",
+        "file.1.partial",
+    ]
     for name in [*left, *others]:
         (tmp_path / name).write_text("half")
-    (tmp_path / ".file.d.partial").mkdir()
+    (tmp_path / ".file.dddddddddddddddd.partial").mkdir()
     write_whole(tmp_path / "file", "text")
-    assert names(tmp_path) == sorted([*others, "file", ".file.d.partial"])
+    assert names(tmp_path) == sorted([*others, "file", ".file.dddddddddddddddd.partial"])
 
 
 def test_what_cannot_be_written_is_named_as_given(tmp_path):

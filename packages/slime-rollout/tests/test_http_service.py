@@ -247,8 +247,9 @@ def test_a_bomb_takes_no_memory():
         (b"{}", "gzip", "not of the Content-Encoding gzip"),
         (gzip.compress(b"{}")[:-5], "gzip", "is cut off"),
         (b"{}", "br", "Content-Encoding br, which nobody asked for"),
+        (gzip.compress(b"{}") + bytes(10), "gzip", "more than one body of the Content-Encoding gzip"),
     ],
-    ids=["something else", "cut off", "unknown"],  # the time is in what gzip makes
+    ids=["something else", "cut off", "unknown", "more behind it"],  # the time is in what gzip makes
 )
 def test_what_cannot_be_unpacked_is_no_answer(body, encoding, said):
     with Server(lambda number, asked: packed(body, encoding)).serve() as server:

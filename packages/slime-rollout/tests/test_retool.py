@@ -128,7 +128,7 @@ print([command for command in ioctls if not is_refused(16, 1, command, 0)])
 
 
 def test_no_system_call_goes_through_but_those_that_it_names(load):
-    """All numbers, those of x32 too, and all commands of the two calls of which some go through."""
+    """All numbers, also those of x32, and all commands of fcntl and ioctl."""
     sandbox = load("sandbox")
     allowed = {*sandbox._ALLOWED.values(), *sandbox._COMMANDS, sandbox._OPENAT}
     found = sandbox.run_python(EVERY_CALL.format(allowed=allowed), seconds=60.0)

@@ -177,7 +177,7 @@ def test_a_writer_killed_amid_a_write_leaves_whole_files(tmp_path):
 
 def test_what_a_killed_writer_left_is_overwritten(tmp_path):
     store = RolloutStore(tmp_path)
-    (tmp_path / ".rollout_0000012.npz.1.partial").write_text("half a rol")
+    (tmp_path / ".rollout_0000012.npz.0123456789abcdef.partial").write_text("half a rol")
     assert store.ids() == []
     store.write(batch().columns())
     assert [path.name for path in tmp_path.iterdir()] == ["rollout_0000012.npz"]

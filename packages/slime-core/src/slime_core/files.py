@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
@@ -59,9 +60,9 @@ def _new_file(path: Path) -> Path:
 
 def _remove_left(path: Path) -> None:
     """Remove what writers of ``path`` that were killed have left."""
-    start = f".{path.name}."
+    left = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}{re.escape(_SUFFIX)}")  # not of a file `NAME.more`
     for name in os.listdir(path.parent):  # noqa: PTH208  (quick also beside thousands of files)
-        if name.startswith(start) and name.endswith(_SUFFIX):
+        if left.fullmatch(name):
             with contextlib.suppress(OSError):
                 path.with_name(name).unlink()
 

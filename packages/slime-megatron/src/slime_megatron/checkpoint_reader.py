@@ -76,7 +76,7 @@ def _plain(value: io.BytesIO, name: str) -> io.BytesIO:
         found = torch.load(value, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         found_name = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"names {found_name[1]}" if found_name else "is no object of torch's"
+        what = f"names {found_name[1]}" if found_name else "is not what torch reads safely"
         raise CheckpointError(f"the object {name} {what}, which may run code, so it was not loaded") from error
     written = io.BytesIO()
     torch.save(found, written)

@@ -261,7 +261,7 @@ def _redirected(method: str, url: str, status: int, asked: str | yarl.URL, locat
 
 
 async def _content(answer: aiohttp.ClientResponse, most: int) -> bytes | None:
-    """The body of an answer, unpacked; ``None`` if it is larger than ``most`` bytes, of which no more are kept."""
+    """The body of an answer, unpacked; ``None`` if it has more than ``most`` bytes."""
     import aiohttp
 
     encoding = answer.headers.get("Content-Encoding", "").strip().lower()
@@ -274,6 +274,8 @@ async def _content(answer: aiohttp.ClientResponse, most: int) -> bytes | None:
             part = part if unpack is None else unpack.decompress(part, most - size + 1)
         except zlib.error as error:
             raise aiohttp.ClientPayloadError(f"not of the Content-Encoding {encoding} ({error})") from error
+        if unpack is not None and unpack.unused_data:  # it would be kept, whatever its size
+            raise aiohttp.ClientPayloadError(f"more than one body of the Content-Encoding {encoding}")
         parts.append(part)
         size += len(part)
         if size > most:

@@ -318,7 +318,7 @@ def test_a_saved_data_set_lies_in_its_directory(tmp_path, name):
     os.mkfifo(tmp_path / "p" / "pipe")
     state = tmp_path / "p" / "state.json"
     state.write_text(state.read_text().replace(data.name, name))
-    with pytest.raises(DataError, match=f"state.json names '{name}', which is no file of its directory"):
+    with pytest.raises(DataError, match=f"state.json names '{name}', which is not a file in its directory"):
         read_prompts(str(tmp_path / "p"))
 
 

@@ -253,7 +253,7 @@ def _parts(file: Path) -> list[Path]:
     names = [str(entry["filename"]) for entry in orjson.loads(read_bytes(state))["_data_files"]]
     for name in names:
         if Path(name).name != name or not (file / name).is_file():
-            raise DataError(f"{state} names {name!r}, which is no file of its directory; write the data set again")
+            raise DataError(f"{state} names {name!r}, which is not a file in its directory; write the data set again")
     return [state, *(file / name for name in names)]
 
 

@@ -200,7 +200,7 @@ class RemoteReward:
         try:
             answer = await self._service.ask(payload, most=_MOST_BYTES)
         except HttpError as error:
-            if error.may_pass or error.status == 200:  # too large
+            if error.may_pass or (error.status is not None and error.status < 300):  # too large an answer
                 raise VerifierError(str(error)) from error
             raise RewardError(f"--rm-url refused sample {sample.index}: {error}") from error
         reward = read_reward(answer, self._keys)
