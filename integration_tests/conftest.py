@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -22,13 +23,14 @@ from custom_turns import turns_command
 from ended import FOREVER, Ended, end_run, kill_one, send, trained
 from keys import KeySeen
 from launching import Assets, make_assets
-from learning import ON_TWO_RANKS, learn
+from learning import CTRL_C, ON_TWO_RANKS, learn
 from story import ROLLOUTS, Story, story_command, tell
+from visiting import visited
 
 TOGETHER = (
     ("test_canary", "test_exactness", "test_external_engines"),
     ("test_handover", "test_key", "test_replay", "test_resume", "test_turns", "test_victims", "test_written_run"),
-    ("test_learning", "test_listening"),
+    ("test_learning", "test_listening", "test_neighbour"),
     ("test_pages", "test_quickstart", "test_real_model"),
 )
 """Files that run in one process, one after the other: their tests look at the same runs or engines or, in the last row,
@@ -104,8 +106,12 @@ def crashed_run(llama: Assets, tmp_path_factory: pytest.TempPathFactory) -> Ende
 
 @pytest.fixture(scope="session")
 def learned_run(qwen3: Assets, tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """Learns on two ranks, then ends by ctrl-c."""
-    return learn(qwen3, tmp_path_factory.mktemp("learned"), ON_TWO_RANKS)
+    """Learns on two ranks, is visited by another user, then ends by ctrl-c. Its umask forbids nobody anything."""
+    work, umask = tmp_path_factory.mktemp("learned"), os.umask(0)
+    try:
+        return learn(qwen3, work, ON_TWO_RANKS, end=visited(CTRL_C, work))
+    finally:
+        os.umask(umask)
 
 
 @pytest.fixture(scope="session")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from ended import FOREVER, Ended, end_run, send, trained
+from ended import FOREVER, End, Ended, end_run, send, trained
 from launching import Assets, train_command
 
+CTRL_C = send(signal.SIGINT)
 ROLLOUTS = 20
 # Two optimizer steps per rollout, so that the policy leaves the one that sampled.
 STEPS = 2 * ROLLOUTS
@@ -38,8 +39,8 @@ ALGORITHMS = {
 }  # fmt: skip
 
 
-def learn(assets: Assets, work: Path, name: str, *more: str, colocate: bool = True) -> Ended:
+def learn(assets: Assets, work: Path, name: str, *more: str, colocate: bool = True, end: End = CTRL_C) -> Ended:
     """Train by an algorithm for `ROLLOUTS` rollouts, then press ctrl-c."""
     extra = ["--lr", "4e-3", *TWO_STEPS, *ALGORITHMS[name], "--kl-loss-coef", "0", *more]
     command = train_command(assets, work, *extra, rollouts=FOREVER, save=False, colocate=colocate)
-    return end_run(command, work, send(signal.SIGINT), ready=trained(work, STEPS))
+    return end_run(command, work, end, ready=trained(work, STEPS))

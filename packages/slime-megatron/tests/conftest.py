@@ -11,6 +11,8 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
+import uuid
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
@@ -118,17 +120,22 @@ class Ranks:
 
     def __init__(self, pool):
         self._pool = pool
+        self._folder = tempfile.TemporaryDirectory()
         self._members = []
         self.seconds = TIME_LIMIT
 
-    def start(self, world, config, shape, algorithm=None, *, address="127.0.0.1", **how):
-        """Build workers on ``world`` ranks and return them as a group; the last group is closed."""
+    def start(self, world, config, shape, algorithm=None, *, address=None, **how):
+        """Build workers on ``world`` ranks and return them as a group; the last group is closed.
+
+        They meet in a file, or at a port of ``address``.
+        """
         self.close()
         self._recruit(world)
-        self.port = free_port()
+        self.port = 0 if address is None else free_port()
         algorithm = algorithm or AlgorithmConfig()
+        where = {"file": self._file()} if address is None else {"address": address, "port": self.port}
         for rank, member in enumerate(self._members):
-            rendezvous = Rendezvous(rank=rank, world_size=world, address=address, port=self.port)
+            rendezvous = Rendezvous(rank=rank, world_size=world, **where)
             member.connection.send(("build", (config, algorithm, shape, rendezvous), how))
         self.iteration = self._answers()[0]
         return self
@@ -137,9 +144,9 @@ class Ranks:
         """Call a command that needs no worker on ``world`` ranks, each with its rendezvous; a list of answers."""
         self.close()
         self._recruit(world)
-        port = free_port()
+        file = self._file()
         for rank, member in enumerate(self._members):
-            rendezvous = Rendezvous(rank=rank, world_size=world, address="127.0.0.1", port=port)
+            rendezvous = Rendezvous(rank=rank, world_size=world, file=file)
             member.connection.send((name, (*args, rendezvous), kwargs))
         return self._answers()
 
@@ -148,6 +155,13 @@ class Ranks:
         for member in self._members:
             member.connection.send((name, args, kwargs))
         return self._answers()
+
+    def processes(self):
+        """Process ids of its ranks."""
+        return [member.process.pid for member in self._members]
+
+    def _file(self):
+        return str(Path(self._folder.name) / uuid.uuid4().hex)
 
     def first(self, name, *args, **kwargs):
         """The same, but only rank 0's answer."""

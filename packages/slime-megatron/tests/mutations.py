@@ -40,8 +40,8 @@ def dropped_broadcast(worker):
     """The last pipeline stage keeps its results for itself."""
     from slime_megatron import step
 
-    silent = dict.fromkeys(("broadcast", "broadcast_object_list"), lambda *args, **kwargs: None)
-    return mock.patch.object(step, "dist", types.SimpleNamespace(**(vars(step.dist) | silent)))
+    silent = types.SimpleNamespace(**(vars(step.dist) | {"broadcast": lambda *args: None}))
+    return mock.patch.multiple(step, dist=silent, broadcast_value=lambda value, *args: value)
 
 
 MUTATIONS = {

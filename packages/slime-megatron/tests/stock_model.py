@@ -20,8 +20,8 @@ def stock_logits(shape, checkpoint, tokens, save, rendezvous, *, tensor_parallel
 
     from slime_megatron.checkpoint_writer import InProcessSave
 
-    address = f"tcp://{rendezvous.address}:{rendezvous.port}"
-    dist.init_process_group("gloo", init_method=address, rank=rendezvous.rank, world_size=rendezvous.world_size)
+    where = f"file://{rendezvous.file}"
+    dist.init_process_group("gloo", init_method=where, rank=rendezvous.rank, world_size=rendezvous.world_size)
     try:
         parallel_state.initialize_model_parallel(
             tensor_parallel, expert_model_parallel_size=expert_parallel, expert_tensor_parallel_size=1

@@ -1,9 +1,15 @@
 """Every parallel layout computes what one process computes: losses, gradients and weights of three steps."""
 
+import multiprocessing
+import os
+import signal
 import socket
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from layouts import DENSE, EPS, LAYOUTS, PP2, WITH_EXPERTS, Layout, deal, suits, unevenly_rewarded
 from slime_core.config import AlgorithmConfig
@@ -208,6 +214,42 @@ def test_ranks_meet_at_one_address_and_listen_at_no_other(ranks, tiny_model, tin
     model = tiny_model("llama-tied/4")
     ranks.start(2, tiny_config(load=model.checkpoint), model.shape, address=address)
     assert [host for host in ("127.0.0.1", "127.0.0.2", "::1") if answers(host, ranks.port)] == [address]
+
+
+def test_ranks_that_meet_in_a_file_open_no_store(ranks, tiny_model, tiny_config):
+    """What listens are gloo's own sockets, on this machine alone: none answers as torch's store does."""
+    model = tiny_model("llama-tied/4")
+    ranks.start(2, tiny_config(load=model.checkpoint), model.shape)
+    found = {place for pid in ranks.processes() for place in listening(pid)}
+    assert found and {host for host, _ in found} == {"127.0.0.1"}
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # shows that a stranger gets in
+    fork = multiprocessing.get_context("fork")
+    strangers = [fork.Process(target=set_key, args=place) for place in [("127.0.0.1", server.port), *found]]
+    begin = time.monotonic()
+    for process in strangers:
+        process.start()
+    strangers[0].join(60)
+    taken = time.monotonic() - begin
+    for process in strangers[1:]:  # a client of torch's waits for ever for what is not a store
+        process.join(1 + taken)
+        process.kill()
+        process.join()
+    assert [process.exitcode for process in strangers] == [0] + [-signal.SIGKILL] * len(found)
+    assert server.get("a key") == b"of a stranger"
+
+
+def set_key(host, port):
+    dist.TCPStore(host, port).set("a key", "of a stranger")
+    os._exit(0)
+
+
+def listening(pid):
+    """Hosts and ports of the TCP sockets of IPv4 where a process listens."""
+    links = (str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir())
+    own = {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:")}
+    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    places = [row[1].split(":") for row in rows if row[3] == "0A" and row[9] in own]
+    return [(socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)) for host, port in places]
 
 
 def answers(host, port):

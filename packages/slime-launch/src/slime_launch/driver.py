@@ -12,6 +12,7 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import time
 import types
 from pathlib import Path
@@ -28,6 +29,7 @@ def main() -> int:
     """Listen to signals before anything that takes time, start Ray, then run what the starter has checked."""
     directory, launcher = Path(sys.argv[1]), int(sys.argv[2])
     listen(directory, launcher)
+    keep_files_private(directory)
     with without_collections():
         from slime_launch.ray_runtime import RayAhead
         from slime_launch.run import run
@@ -55,6 +57,19 @@ def listen(directory: Path, launcher: int) -> None:
 
     for signum in SIGNALS:
         signal.signal(signum, end)
+
+
+def keep_files_private(directory: Path) -> None:
+    """Have this process, and all that it starts, keep temporary files where only this user can open them.
+
+    Names that libraries choose for sockets, stores and compiled code can be foreseen, in a folder that users share.
+    What the compiler keeps for the next run is in the user's cache.
+    """
+    tempfile.tempdir = os.environ["TMPDIR"] = str(directory / "tmp")
+    Path(tempfile.tempdir).mkdir(mode=0o700)
+    with contextlib.suppress(RuntimeError):  # no home directory
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "slime" / "inductor"))
 
 
 def read(path: Path) -> Any:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 import socket
+import tempfile
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -103,8 +104,12 @@ class TrainerRank:
         """Where this process is."""
         return own_place()
 
+    def meeting_file(self) -> str:
+        """A file of this process's node that does not exist yet, for this user alone."""
+        return str(Path(tempfile.mkdtemp(prefix="slime-ranks-")) / "store")
+
     def meeting_point(self) -> tuple[str, int]:
-        """Address and port of this process's node where it listens from now on, for rank 0.
+        """Address and port of this process's node where it listens from now on, for rank 0 on several nodes.
 
         Its imports take seconds, in which a port that was only found to be free could be taken by another run.
         """
@@ -239,12 +244,16 @@ class TrainerGroup:
             return {}
         for worker in self._workers:
             worker.introduce()
-        address, port = self._workers[0].call("meeting_point")
-        pending = {}
-        for rank, worker in enumerate(self._workers):
-            meeting = Rendezvous(rank=rank, world_size=len(self._workers), address=address, port=port)
-            pending[worker.start_call("build", spec, meeting)] = worker
-        return pending
+        first, size = self._workers[0], len(self._workers)
+        if len({worker.call("introduce").node for worker in self._workers}) > 1:
+            address, port = first.call("meeting_point")
+            meeting = Rendezvous(rank=0, world_size=size, address=address, port=port)
+        else:
+            meeting = Rendezvous(rank=0, world_size=size, file=first.call("meeting_file") if size > 1 else None)
+        return {
+            worker.start_call("build", spec, dataclasses.replace(meeting, rank=rank)): worker
+            for rank, worker in enumerate(self._workers)
+        }
 
     def restart(self, resume_from: Path | None, *, on_poll: Callable[[], None]) -> None:
         """End what is left of the ranks, start others in their places, and have them load a checkpoint.

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from slime_megatron.errors import CheckpointError
+from slime_megatron.exchange import gather_values
 from slime_megatron.offload import bytes_of
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -112,9 +113,7 @@ class Background:
 
     def __init__(self, timeout_minutes: float) -> None:
         self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=timeout_minutes))
-        hosts: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(hosts, socket.gethostname())
-        self._neighbours = hosts.count(socket.gethostname())
+        self._neighbours = gather_values(socket.gethostname()).count(socket.gethostname())
         self._thread: threading.Thread | None = None
         self._live = LiveTensors([])
         self._live.end()  # nothing is written yet
@@ -169,9 +168,7 @@ class Background:
         self._thread.join()
         self._thread, problem = None, self._problem
         self._problem = None
-        problems: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-        if found := [text for text in problems if text is not None]:
+        if found := [text for text in gather_values(problem) if text is not None]:
             raise CheckpointError(found[0])
         return True
 

@@ -7,6 +7,7 @@ import ipaddress
 import os
 import random
 import socket
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,23 +28,7 @@ def join_ranks(config: MegatronConfig, rendezvous: Rendezvous, device: Device) -
     config.data_parallel_size(rendezvous.world_size)
     timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
     # Processes of a busy machine begin apart, by more than ranks in a step wait for each other.
-    to_meet = max(timeout, datetime.timedelta(minutes=1))
-    family, _, _, _, where = socket.getaddrinfo(rendezvous.address, rendezvous.port, type=socket.SOCK_STREAM)[0]
-    listen = rendezvous.listen
-    if ipaddress.ip_address(where[0]).is_loopback:
-        # gloo and NCCL talk through an interface that they choose; a laptop's may be down, and others can reach it.
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(name, "lo")
-    if rendezvous.rank == 0 and listen is None:  # torch's store listens on every interface unless it is given a socket
-        listen = socket.create_server(where, family=family).detach()
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        rendezvous.address,
-        rendezvous.port,
-        rendezvous.world_size,
-        rendezvous.rank == 0,
-        to_meet,
-        master_listen_fd=listen,
-    )
+    store = _store(rendezvous, max(timeout, datetime.timedelta(minutes=1)))
     dist.init_process_group(
         device.backend, store=store, rank=rendezvous.rank, world_size=rendezvous.world_size, timeout=timeout
     )
@@ -56,6 +41,37 @@ def join_ranks(config: MegatronConfig, rendezvous: Rendezvous, device: Device) -
         expert_tensor_parallel_size=config.expert_tensor_size,
         distributed_timeout_minutes=config.distributed_timeout_minutes,
     )
+
+
+def _store(rendezvous: Rendezvous, to_meet: datetime.timedelta) -> Any:
+    """Where ranks leave each other their addresses. Without a port nothing listens for it."""
+    stores: Any = dist
+    if not rendezvous.port:
+        _stay_on_this_machine()
+        file, size = rendezvous.file, rendezvous.world_size
+        store = stores.HashStore() if file is None else stores.FileStore(file, size)
+        store.set_timeout(to_meet)
+        return store
+    family, _, _, _, where = socket.getaddrinfo(rendezvous.address, rendezvous.port, type=socket.SOCK_STREAM)[0]
+    if ipaddress.ip_address(where[0]).is_loopback:
+        _stay_on_this_machine()
+    listen = rendezvous.listen
+    if rendezvous.rank == 0 and listen is None:  # torch's store listens on every interface unless it is given a socket
+        listen = socket.create_server(where, family=family).detach()
+    return stores.TCPStore(
+        rendezvous.address,
+        rendezvous.port,
+        rendezvous.world_size,
+        rendezvous.rank == 0,
+        to_meet,
+        master_listen_fd=listen,
+    )
+
+
+def _stay_on_this_machine() -> None:
+    """gloo and NCCL talk through an interface that they choose; a laptop's may be down, and others can reach it."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")
 
 
 def leave_ranks() -> None:

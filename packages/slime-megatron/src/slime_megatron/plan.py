@@ -18,6 +18,7 @@ from slime_core.errors import DataError
 from slime_core.interfaces import Role
 from slime_core.ops import AdvantageEstimator, policy_advantages
 from slime_core.types import TrainSample, TrainShard, TrainStep
+from slime_megatron.exchange import gather_values
 from slime_megatron.losses import Loss
 from slime_megatron.packing import MicroBatch, step_samples, target_values, target_versions, trained_samples
 from slime_megatron.pairs import paired, scored
@@ -142,9 +143,8 @@ class Planner:
         """Log-probs of every token under the weights that generated it, with a forward pass for each of them."""
         rows = [target_versions(batch.samples).to(self.device) for batch in batches]
         group = parallel_state.get_data_parallel_group()
-        everywhere: list[set[int]] = [set()] * dist.get_world_size(group)
-        dist.all_gather_object(everywhere, {version for row_N in rows for version in row_N.tolist()}, group=group)
-        wanted = set.union(*everywhere)
+        own = sorted({version for row_N in rows for version in row_N.tolist()})
+        wanted = {version for versions_of in gather_values(own, group) for version in versions_of}
         found = [torch.zeros(len(row_N), device=self.device) for row_N in rows]
         for source, represented in by_source(versions, wanted).items():
             values = self.evaluate("actor" if source is None else source, batches)

@@ -26,6 +26,7 @@ from slime_core.ops import (
 )
 from slime_core.ops.tokens import needed
 from slime_core.types import TrainStep
+from slime_megatron.exchange import broadcast_value, gather_values
 from slime_megatron.losses import DRIFT_WEIGHT, Loss, LossInputs
 from slime_megatron.model import Chunks, bare, output_weight, run
 from slime_megatron.packing import MicroBatch, PackedBatch
@@ -295,11 +296,10 @@ def step_metrics(parts: Sequence[Statistics]) -> dict[str, float]:
 
     Ranks may have had nothing to compute, so what they know is gathered by name.
     """
-    gathered: list[Statistics] = [Statistics()] * parallel_state.get_data_parallel_world_size()
-    own = _on_cpu(Statistics.merged(parts))
-    dist.all_gather_object(gathered, own, group=parallel_state.get_data_parallel_group())
+    values = gather_values(_as_values(Statistics.merged(parts)), parallel_state.get_data_parallel_group())
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        dist.broadcast_object_list(gathered, *_from_last_stage())
+        values = broadcast_value(values, *_from_last_stage())
+    gathered = [_from_values(part) for part in values]
     metrics = {name: float(value) for name, value in Statistics.merged(gathered).metrics().items()}
     weight, drift_weight = metrics.pop(_WEIGHT, 0.0), metrics.pop(DRIFT_WEIGHT, 0.0)
     for name in {name for part in gathered for name in part.sums} - {*_SUMS, _WEIGHT, DRIFT_WEIGHT}:
@@ -307,6 +307,20 @@ def step_metrics(parts: Sequence[Statistics]) -> dict[str, float]:
     return metrics
 
 
-def _on_cpu(statistics: Statistics) -> Statistics:
+def _as_values(statistics: Statistics) -> dict[str, dict[str, Any]]:
+    """What ranks can tell each other: by kind and name, the type and the numbers."""
     kinds = {kind.name: getattr(statistics, kind.name) for kind in fields(statistics)}
-    return Statistics(**{kind: {name: value.cpu() for name, value in values.items()} for kind, values in kinds.items()})
+    return {
+        kind: {name: (str(value.dtype).removeprefix("torch."), value.tolist()) for name, value in values.items()}
+        for kind, values in kinds.items()
+    }
+
+
+def _from_values(kinds: dict[str, dict[str, Any]]) -> Statistics:
+    """The statistics of :func:`_as_values`, on the host."""
+    return Statistics(
+        **{
+            kind: {name: torch.tensor(value, dtype=getattr(torch, dtype)) for name, (dtype, value) in values.items()}
+            for kind, values in kinds.items()
+        }
+    )

@@ -19,6 +19,7 @@ from slime_convert.stored_form import StoredForm
 from slime_core.errors import SlimeError
 from slime_core.interfaces import WeightChannel
 from slime_core.types import SyncReport, WeightUpdate
+from slime_megatron.exchange import gather_values
 from slime_megatron.lora import FACTORS, adapted_layers
 from slime_megatron.model import Chunks, named_weights
 from slime_megatron.parts import VALUE_HEAD
@@ -46,10 +47,8 @@ class WeightExport:
         self._kept: list[list[list[_Described]]] = []
         for experts in (False, True):
             whole = self._whole_weights(experts, meta=True)
-            own = [(name, tuple(weight.shape), weight.dtype) for name, weight in whole if weight is not None]
-            everybodys: list[list[_Described]] = [[]] * dist.get_world_size()
-            dist.all_gather_object(everybodys, own)
-            self._kept.append(everybodys)
+            own = [(name, weight.shape, str(weight.dtype)) for name, weight in whole if weight is not None]
+            self._kept.append([[_described(*each) for each in kept] for kept in gather_values(own)])
 
     def tensors(self, root: int = 0) -> Iterator[NamedTensor]:
         """On ``root``, every weight under its Hugging Face name. All ranks must go through it; others yield nothing.
@@ -148,6 +147,10 @@ class WeightExport:
         cut = self._map.cut_rows(weight, whole) if factor == "lora_B" else [whole] * len(parts)
         modules = (part.removesuffix(".weight") for part in parts)
         return [(f"base_model.model.{part}.{factor}.weight", own) for part, own in zip(modules, cut, strict=True)]
+
+
+def _described(name: str, lengths: list[int], dtype: str) -> _Described:
+    return name, tuple(lengths), getattr(torch, dtype.removeprefix("torch."))
 
 
 def _replica(experts: bool) -> int:

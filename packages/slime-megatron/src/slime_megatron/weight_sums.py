@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from slime_megatron.exchange import gather_values
 from slime_megatron.model import Chunks, named_weights
 
 LANES = 3
@@ -20,9 +21,7 @@ class WeightSums:
 
     def __init__(self, chunks: Chunks) -> None:
         own = [name for name, _ in named_weights(chunks)]
-        everywhere: list[list[str]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(everywhere, own)
-        self.names = sorted({name for names in everywhere for name in names})
+        self.names = sorted({name for names in gather_values(own) for name in names})
         self._places = {name: place for place, name in enumerate(self.names)}
 
     def __call__(self, chunks: Chunks) -> NDArray[np.uint32]:

@@ -37,6 +37,7 @@ from slime_megatron.config import MegatronConfig
 from slime_megatron.core_configs import argument_notices, check_arguments
 from slime_megatron.debugging import ShownSamples, profiled, write_train_data
 from slime_megatron.device import Device
+from slime_megatron.exchange import gather_values
 from slime_megatron.fits import check_fits
 from slime_megatron.kernels import choose_kernels, found_kernels
 from slime_megatron.losses import CRITIC_LOSS, Loss, loss_of
@@ -349,9 +350,7 @@ class MegatronWorker:
         """Names of weights that :meth:`push` sends otherwise than they are, on any rank. All ranks call it."""
         self._check_holds("misread", Held.WEIGHTS)
         export = self._export or WeightExport(self.model, self.shape)
-        everywhere: list[list[str]] = [[]] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(everywhere, export.misread())
-        return sorted({name for names in everywhere for name in names})
+        return sorted({name for names in gather_values(export.misread()) for name in names})
 
     def save(self, iteration: int) -> str:
         """Write checkpoint ``iteration`` and return its directory. It is complete when all ranks have returned.

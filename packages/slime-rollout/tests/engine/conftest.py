@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -269,3 +270,34 @@ def sglang_python(tmp_path, monkeypatch):
         return str(program)
 
     return make
+
+
+def socket_rows(pids, kind, place):
+    """Rows of the table /proc/net/KIND of the processes' sockets, whose numbers are in column ``place``."""
+    links = [str(link.readlink()) for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir()]
+    own = {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:")}
+    found = [line.split() for line in Path(f"/proc/{pids[0]}/net/{kind}").read_text().splitlines()[1:]]
+    return [row for row in found if len(row) > place and row[place] in own]
+
+
+@pytest.fixture
+def listening():
+    """Hosts and ports where processes listen by TCP; of IPv6 as hexadecimal numbers."""
+
+    def find(pids):
+        places = [row[1].split(":") for row in socket_rows(pids, "tcp", 9) if row[3] == "0A"]
+        found = {(socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)) for host, port in places}
+        return found | {tuple(row[1].split(":")) for row in socket_rows(pids, "tcp6", 9) if row[3] == "0A"}
+
+    return find
+
+
+@pytest.fixture
+def socket_files():
+    """Files of processes' Unix sockets."""
+
+    def find(pids):
+        rows = socket_rows(pids, "unix", 6)
+        return {Path(row[7]) for row in rows if len(row) > 7 and not row[7].startswith("@")}
+
+    return find

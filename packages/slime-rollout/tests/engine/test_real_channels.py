@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -189,6 +190,8 @@ def test_the_group_stands_beside_the_trainers_own(parts):
     channel = parts.open("gloo")
     try:
         parts.push(channel)
+        with pytest.raises(ConnectionRefusedError):  # all have met: nobody else may
+            socket.create_connection((channel._group.address, channel._group.port), 5.0)
         assert dist.get_world_size() == 1
         total = torch.ones(2)
         dist.all_reduce(total)

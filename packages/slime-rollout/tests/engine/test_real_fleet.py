@@ -103,6 +103,21 @@ def test_engines_start_with_version_zero_and_serve_through_the_router(fleet):
     fleet.check()
 
 
+def test_an_engine_keeps_to_this_machine_and_user(fleet, listening, socket_files):
+    """It listens on 127.0.0.1: at its port, and gloo for its ranks. They met in a folder that is this user's alone."""
+    folders = set()
+    for server in (slot.process for slot in fleet._engines):
+        pids = server.process_ids()
+        places = listening(pids)
+        assert {host for host, _ in places} == {"127.0.0.1"}
+        assert server.spec.port in {port for _, port in places}
+        (folder,) = {path.parent for path in socket_files(pids)}
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert (folder / "ranks").is_file()
+        folders.add(folder)
+    assert len(folders) == len(fleet.engine_urls)
+
+
 def test_the_garbage_collector_leaves_out_what_a_server_is_made_of(fleet):
     """SGLang's own request for that meets a proxy here, and elsewhere comes too early; a push takes 0.3 s more then."""
     for server in [slot.process for slot in fleet._engines]:

@@ -172,6 +172,22 @@ def test_files_that_the_tree_leaves_are_removed_and_no_others(files, opener, mar
     assert (own.exists(), others.exists(), other.exists()) == (False, True, True)
 
 
+@pytest.mark.parametrize("end", ["stop", "kill", "by itself"])
+def test_a_folder_of_the_tree_is_removed(tmp_path, end):
+    folder = tmp_path / "of the tree"
+    (folder / "below").mkdir(parents=True)
+    (folder / "below" / "link").symlink_to(tmp_path / "other")
+    (tmp_path / "other").mkdir()
+    command = ["true"] if end == "by itself" else ["sleep", "60"]
+    with Supervised.start(command, grace=GRACE, folder=folder) as supervised:
+        if end != "by itself":
+            assert folder.exists()
+            getattr(supervised, end)()
+        supervised.wait(20)
+    assert not folder.exists()
+    assert (tmp_path / "other").exists()
+
+
 def test_torch_memory_of_the_tree_is_removed_and_nobody_elses():
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as bystander:

@@ -11,23 +11,37 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from slime_core.errors import DamagedError
+from slime_core.errors import ConfigError, DamagedError
 from slime_core.types.arrays import Columns, Ragged, read_npz, write_npz
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where a trainer rank meets the others: at a TCP port of rank 0's host.
+    """Where a trainer rank meets the others. One rank alone needs neither a file nor a port.
 
     Attributes:
+        file: For ranks of one machine: a path that does not exist yet, in a folder that only their user can open.
+        address: Else, rank 0's host. Whoever reaches the port there can read what ranks tell each other, and join.
+        port: Its TCP port.
         listen: For rank 0, the file descriptor of a socket that listens there already; without one it opens its own.
+
+    Raises:
+        ConfigError: Several ranks have neither a file nor a port, or both.
     """
 
     rank: int
     world_size: int
-    address: str
-    port: int
+    address: str = ""
+    port: int = 0
     listen: int | None = None
+    file: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.world_size > 1 and (self.file is None) == (self.port == 0):
+            given = "no place" if self.file is None else "a file and a port"
+            raise ConfigError(
+                f"{self.world_size} ranks have {given} to meet at; give file=PATH on one machine, or address and port"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

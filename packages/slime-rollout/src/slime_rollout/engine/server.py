@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -40,6 +42,8 @@ POLL_SECONDS = 0.2
 # A server's processes share their load in a file whose name begins so. SGLang never removes it.
 LOAD_FILES = "/dev/shm/sglang_loads_"
 LOG_LINES = 20
+# Bytes of a folder's path, so that the path of a socket in one below it stays within 107.
+MAX_TEMP_DIR = 64
 PAGE = 4096  # bytes; with fewer, nothing can be written
 # Enough to find the line in front of the stack traces of all a server's processes.
 PORT_LOG_LINES = 400
@@ -173,6 +177,25 @@ def _role_flags(config: EngineConfig, spec: EngineSpec) -> dict[str, SglangValue
     if spec.encoder_urls:
         flags |= {"language-only": True, "encoder-urls": spec.encoder_urls}
     return flags
+
+
+def private_folder() -> Path:
+    """A new folder for the temporary files of one engine, which only this user can open."""
+    base = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="slime-engine-", dir=base if len(base) <= MAX_TEMP_DIR else "/tmp"))
+
+
+def folder_environment(config: EngineConfig, spec: EngineSpec, folder: Path) -> dict[str, str]:
+    """Has an engine keep its sockets in a folder, and its ranks meet there, so that nothing listens for that."""
+    args = {**config.sglang_args, **spec.sglang_args}
+    replicas = args.get("data-parallel-size", args.get("dp-size", "1"))
+    several_groups = replicas != "1" and "enable-dp-attention" not in args
+    environment = {"TMPDIR": str(folder)}
+    if spec.meeting_point is not None or "dist-init-addr" in args or several_groups:
+        return environment
+    # Engines of one machine share memory among their ranks under a name that SGLang makes of these.
+    environment |= {"MASTER_ADDR": spec.host, "MASTER_PORT": str(spec.port)}
+    return environment | {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{folder}/ranks"}
 
 
 def _cpu_flags(context_length: int | None) -> dict[str, SglangValue]:
@@ -391,14 +414,19 @@ class SGLangEngine(ServingProcess):
             spec = dataclasses.replace(spec, port=(ports or Ports()).take(spec.host))
         check_port_free(spec.port, spec.host)
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        process = Supervised.start(
-            server_command(config, spec),
-            env=server_environment(config, spec),
-            log_path=log_path,
-            grace=GRACE_SECONDS,
-            remove_files=LOAD_FILES,
-            template=config.template if spec.runs_on(config) == "cpu" else None,
-        )
+        with contextlib.ExitStack() as undo:
+            folder = private_folder()
+            undo.callback(shutil.rmtree, folder)
+            process = Supervised.start(
+                server_command(config, spec),
+                env=server_environment(config, spec) | folder_environment(config, spec, folder),
+                log_path=log_path,
+                grace=GRACE_SECONDS,
+                remove_files=LOAD_FILES,
+                folder=folder,
+                template=config.template if spec.runs_on(config) == "cpu" else None,
+            )
+            undo.pop_all()
         return cls(process, spec, config.key)
 
     def freeze_gc(self) -> None:

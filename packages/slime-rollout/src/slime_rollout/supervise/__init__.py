@@ -15,6 +15,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -65,11 +66,13 @@ class Supervised:
         grace: float,
         log_path: Path | None,
         log_start: int,
+        folder: Path | None = None,
     ) -> None:
         self._process = process
         self._pipe = pipe
         self._grace = grace
         self._log_start = log_start
+        self._folder = folder
         self.log_path = log_path
 
     @classmethod
@@ -82,6 +85,7 @@ class Supervised:
         grace: float = 5.0,
         stdin: int | None = subprocess.DEVNULL,
         remove_files: str | None = None,
+        folder: Path | None = None,
         template: str | None = None,
     ) -> Supervised:
         """Start ``command`` in a session of its own.
@@ -91,6 +95,7 @@ class Supervised:
             log_path: File to append its output to; this process's own output if ``None``.
             grace: Seconds the command gets after SIGTERM to end by itself, and then what it left behind again.
             remove_files: Beginning of paths. Such files that the tree had open are removed when it has ended.
+            folder: Removed with all that is in it when the tree has ended.
             stdin: As in :class:`subprocess.Popen`.
             template: Address of a process that has imported what the command does, to fork in place of starting an
                 interpreter; see :func:`~slime_rollout.supervise.forked.template`. Needs ``log_path``.
@@ -103,6 +108,7 @@ class Supervised:
         pipe = io.FileIO(write_end, "w")
         _PIPES.add(pipe)
         settings = {"parent": os.getpid(), "grace": grace, "remove_files": remove_files}
+        settings["folder"] = None if folder is None else str(folder)
         supervisor = [sys.executable, "-I", "-S", reaper.__file__, json.dumps(settings | {"pipe_fd": read_end})]
         try:
             with log_path.open("ab") if log_path is not None else contextlib.nullcontext() as log:
@@ -125,7 +131,7 @@ class Supervised:
             raise SupervisionError(f"cannot start {command[0]}: {error}") from error
         finally:
             os.close(read_end)
-        return cls(process, pipe, grace=grace, log_path=log_path, log_start=log_start)
+        return cls(process, pipe, grace=grace, log_path=log_path, log_start=log_start, folder=folder)
 
     @property
     def pid(self) -> int:
@@ -178,11 +184,14 @@ class Supervised:
         self.request_stop()
         limit = timeout if timeout is not None else 2 * self._grace + _STOP_MARGIN_SECONDS
         try:
-            return self._process.wait(limit)
+            code = self._process.wait(limit)
         except subprocess.TimeoutExpired:
             raise SupervisionError(
                 f"the supervisor {self.pid} is still busy {limit:g} s after it was asked to stop"
             ) from None
+        if self._folder is not None:  # the supervisor has removed it, unless it was killed
+            shutil.rmtree(self._folder, ignore_errors=True)
+        return code
 
     def log_tail(self, lines: int = 20) -> str:
         """The last lines that it wrote to its log, long ones cut off; empty without one."""

@@ -22,6 +22,7 @@ import signal
 import socket
 import struct
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable
@@ -50,6 +51,8 @@ AT_START = (
     "SGLANG_",
     "SLIME_ENGINE_",
 )
+# SGLang reads it when its ranks meet.
+LATER = ("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE",)
 
 
 class ForkingSupervisor(reaper.Supervisor):
@@ -97,7 +100,7 @@ class Template:
         if request["command"][0] != sys.orig_argv[0]:
             return f"it runs in {sys.orig_argv[0]}"
         given, own = request["environment"], self.environment
-        for name in sorted(name for name in {*given, *own} if name.startswith(AT_START)):
+        for name in sorted(name for name in {*given, *own} if name.startswith(AT_START) and name not in LATER):
             if given.get(name) != own.get(name):
                 return f"it was started with {name}={own.get(name)}, not {given.get(name)}"
         return None
@@ -140,6 +143,7 @@ class Template:
             os.chdir(request["directory"])
             os.environ.clear()
             os.environ.update(request["environment"] | self.imported)
+            tempfile.tempdir = None  # of the imports' environment
             self.name(" ".join(["reaper.py", *command]))
             code = ForkingSupervisor(command=command, pipe_fd=pipe, **request["settings"]).run()
         except Command:

@@ -170,6 +170,7 @@ class Supervisor:
     parent: int
     grace: float
     remove_files: str | None
+    folder: str | None = None
     files: set[str] = dataclasses.field(default_factory=set)
     pids: set[int] = dataclasses.field(default_factory=set)
     signals: list[int] = dataclasses.field(default_factory=list)
@@ -195,6 +196,10 @@ class Supervisor:
         for path in self.files:
             with contextlib.suppress(OSError):
                 os.unlink(path)  # noqa: PTH108
+        if self.folder is not None:
+            import shutil  # here, as whoever starts a supervisor waits for its imports
+
+            shutil.rmtree(self.folder, ignore_errors=True)
         remove_torch_memory(self.pids)
         return self.exit_code if self.exit_code is not None else 1
 

@@ -234,6 +234,7 @@ class DistributedWeightChannel(EngineChannel):
             self._post(url, "/init_weights_update_group", payload)
 
         self._while_engines(invite, group.join, limit)
+        group.stop_listening()
         group.timeout = datetime.timedelta(seconds=self.timeout)
 
     def _send(self, bucket: NamedTensors) -> int:
@@ -344,6 +345,11 @@ class BroadcastGroup:
             self._backend = dist.ProcessGroupNCCL(store, 0, self.world_size, options)
         else:
             self._backend = dist.ProcessGroupGloo(store, 0, self.world_size, self.timeout)
+
+    def stop_listening(self) -> None:
+        """Close the store, which anybody can read and write, once all have met. NCCL goes on using it."""
+        if self.backend == "gloo":
+            self._server = self._client = None
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Send a tensor to all; return when it is sent, or fail by the time limit."""
