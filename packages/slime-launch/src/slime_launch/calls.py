@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
 from slime_core.errors import SlimeError
+from slime_core.redact import redact_logs
 from slime_launch.errors import LostContactError, RayDiedError, RunError, Stopped
 from slime_launch.processes import Place
 from slime_megatron.errors import CheckpointError
@@ -113,6 +114,7 @@ def prepare(directory: str, log_path: str, *, threads: int | None) -> None:
         stream.flush()
         os.dup2(log, number)
     os.close(log)
+    redact_logs()
     faulthandler.register(DUMP_STACKS, file=2, all_threads=True)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)

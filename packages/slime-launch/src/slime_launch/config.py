@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from slime_core.config import POLICY, AlgorithmConfig
 from slime_core.flags import Config, flag, flag_specs, flag_values, template_problem
 from slime_core.needs import GENERATES, ROLLOUTS, SAMPLES, TRAINERS, UPDATES, given
-from slime_launch.redact import HIDDEN, without_secrets
+from slime_core.redact import HIDDEN
+from slime_launch.redact import without_secrets
 from slime_megatron.config import MegatronConfig
 from slime_rollout.config import SFT_ROLLOUT, RolloutConfig
 from slime_rollout.engine.config import API_KEY, EngineConfig

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from slime_core.importing import without_collections
+from slime_core.redact import redact_logs
 from slime_launch.calls import SIGNALS, Watch, leave
 
 CLUSTER, CHECKED = "cluster.pickle", "checked.pickle"
@@ -30,6 +31,7 @@ def main() -> int:
     directory, launcher = Path(sys.argv[1]), int(sys.argv[2])
     listen(directory, launcher)
     keep_files_private(directory)
+    redact_logs()
     with without_collections():
         from slime_launch.ray_runtime import RayAhead
         from slime_launch.run import run

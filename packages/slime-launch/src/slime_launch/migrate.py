@@ -15,13 +15,13 @@ from pathlib import Path
 
 from slime_core.errors import ConfigError
 from slime_core.flags import FlagSpec
+from slime_core.redact import HIDDEN, is_secret
 from slime_core.words import suggestions
 from slime_launch.answers import OTHERS, Outcome, data_answer, foreign_answer, named_here, table
 from slime_launch.errors import FlagError, Problems
 from slime_launch.flags import PREFIX, command, known_sglang_specs, read_anywhere, train_groups
 from slime_launch.names import HUB_NAME
 from slime_launch.parser import OneLineParser
-from slime_launch.redact import HIDDEN, is_secret
 from slime_launch.shell_words import (
     POSITIONAL,
     VARIABLE,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from slime_core.errors import SlimeError
+from slime_core.redact import redacted
 
 if TYPE_CHECKING:  # slow to import, and whoever only reads flags does not need it
     import aiohttp
@@ -111,10 +112,10 @@ class HttpError(SlimeError):
         taken: bool = True,
         retry_after: float = 0.0,
     ) -> None:
-        self.url, self.status, self.body = url, status, body
+        self.url, self.status, self.body = url, status, redacted(body)  # services repeat what they were sent
         self.timed_out, self.retry_after = timed_out, retry_after
         self.may_run = taken and status not in (429, 503)
-        super().__init__(f"{method} {url}: {'no answer: ' if status is None else ''}{self.problem}")
+        super().__init__(f"{method} {redacted(url)}: {'no answer: ' if status is None else ''}{self.problem}")
 
     @property
     def problem(self) -> str:
