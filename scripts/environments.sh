@@ -32,7 +32,7 @@ use_tools() {
         echo "environment .venv-tools: uv and tox"
         # Without pip of its own: a Debian python3 has no ensurepip.
         "$python" -m venv --clear --without-pip "$TOOLS" || return
-        "$python" -m pip --python "$TOOLS/bin/python" install --quiet --requirement "$wanted" || return
+        "$python" -m pip --python "$TOOLS/bin/python" install --quiet --require-hashes --requirement "$wanted" || return
         cp "$wanted" "$TOOLS/installed.txt" || return
     fi
     # A run starts some fifteen Python processes; without bytecode each of them compiles all of its imports anew.
@@ -43,13 +43,16 @@ use_tools() {
     export PATH="$TOOLS/bin:$PATH"
 }
 
-# Every package that uv installs from here on has the version that uv.lock names. The file stays as it is: `uv sync`
-# would write the address of this machine's package index into it.
+# Every package that uv installs from here on has the version and a file that uv.lock names. The lock file stays as it is:
+# `uv sync` would write the address of this machine's package index into it.
 use_pins() {
+    local pins
+    pins="$("$TOOLS/bin/python" "$ROOT/scripts/pins.py")" || return
     UV_CONSTRAINT="$TOOLS/pins.txt"
-    (cd "$ROOT" && uv export --frozen --quiet --all-packages --all-extras --no-emit-workspace --no-hashes --no-annotate \
-        --no-header --output-file "$UV_CONSTRAINT") || return
-    export UV_CONSTRAINT
+    printf '%s\n' "$pins" >"$UV_CONSTRAINT"
+    # What the packages themselves are built with.
+    UV_BUILD_CONSTRAINT="$ROOT/scripts/requirements-build.txt"
+    export UV_CONSTRAINT UV_BUILD_CONSTRAINT
 }
 
 # An environment with some of the packages in it, as they are in the source tree. Leaves alone what a developer has added.

