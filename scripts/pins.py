@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EXPORT = "uv export --frozen --quiet --all-packages --all-extras --no-emit-workspace --no-annotate --no-header"
 # The CPU build of torch for CPython 3.11 on Linux, x86_64.
 KNOWN = {"torch": ("sha256:6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b",)}
-_PIN = re.compile(r"^([\w.-]+)==([^\s;]+).*(?: \\\n    --hash=\S+)*", re.MULTILINE)
+_PIN = re.compile(r"^([\w.-]+)==([^\s;]+)[^\\\n]*(?:\\\n    --hash=\S+ ?)*", re.MULTILINE)
 
 
 def pins(export: str, free: frozenset[str]) -> str:
@@ -34,7 +34,7 @@ def pins(export: str, free: frozenset[str]) -> str:
             raise ValueError(f"uv.lock has no hash of {pin[1]} {pin[2]}; run scripts/lock")
         if pin[1] in free:
             return pin[0].partition(" \\\n")[0]
-        return pin[0] + "".join(f" \\\n    --hash={digest}" for digest in KNOWN.get(pin[1], ()))
+        return pin[0].rstrip() + "".join(f" \\\n    --hash={digest}" for digest in KNOWN.get(pin[1], ()))
 
     return _PIN.sub(checked, export)
 
