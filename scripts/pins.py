@@ -1,8 +1,8 @@
 """Prints every package that uv.lock names, with its version and the hashes of its files: constraints for uv.
 
-uv then installs no file whose hash is another one. torch comes in several builds of one version, and the locked ones are
-those of the index: where `UV_FIND_LINKS` has another, this says so, and asks where somebody can answer. Such a build is
-taken as it is, and so is that of each package named in `SLIME_OTHER_BUILDS` (`torch,nvidia-nccl-cu13`).
+uv then installs no file whose hash is another one. torch comes in several builds of one version, and the locked ones
+are those of the index: where `UV_FIND_LINKS` has another, this says so, and asks where somebody can answer. Such a
+build is taken as it is, and so is that of each package named in `SLIME_OTHER_BUILDS` (`torch,nvidia-nccl-cu13`).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ WORDINGS = {
 }
 CODE = re.compile(r"^(?P<fence>```|~~~).*?^(?P=fence)|``[^`]+``|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 
-LOCKED_HOST = re.compile(r'\bregistry = "(?!https://index\.invalid/)[^"]*|^(?:sdist|wheels) = |\burl = "[^"]*')
+LOCKED_HOST = re.compile(r'\bregistry = "(?!https://index\.invalid/)[^"]*|^sdist = |\burl = "[^"]*')
 
 
 def find(path: str, text: str) -> Iterator[str]:
