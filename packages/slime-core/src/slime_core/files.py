@@ -6,6 +6,7 @@ Nothing is written by way of a link that somebody planted, and nothing is read t
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import os
 import re
@@ -13,7 +14,7 @@ import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 from slime_core.errors import DataError
 
@@ -76,6 +77,27 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def open_to_append(path: Path) -> TextIO:
+    """A file of text, open to be added to; made if it is not there.
+
+    Raises:
+        DataError: It is a link, a pipe or a device: in a folder that was somebody else's it may lead anywhere.
+        OSError: It cannot be opened.
+    """
+    try:
+        handle = os.open(
+            path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666
+        )
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link; a pipe that nobody reads
+            raise
+        raise DataError(f"{path} is not a regular file, so nothing is added to it; remove it") from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise DataError(f"{path} is not a regular file, so nothing is added to it; remove it")
+    return os.fdopen(handle, "a", encoding="utf-8")
+
+
 def open_file(path: Path) -> BinaryIO:
     """A file, open to be read.
 
@@ -110,7 +132,7 @@ def read_text(path: Path, *, most: int = MOST_BYTES) -> str:
 
 def read_gzip(path: Path, *, most: int) -> bytes:
     """What a file packs, of at most ``most`` bytes; raises as :func:`read_bytes`, and what :mod:`gzip` does."""
-    with open_file(path) as file, gzip.open(file) as packed:
+    with open_file(path) as file, gzip.open(file) as packed:  # noqa: TID251  (limited below)
         content = packed.read(most + 1)
     if len(content) > most:
         raise DataError(f"{path} unpacks to more than {most:,} bytes, so it is not read; remove it")

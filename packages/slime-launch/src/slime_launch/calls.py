@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
 from slime_core.errors import SlimeError
+from slime_core.files import open_to_append
 from slime_core.redact import redact_logs
 from slime_launch.errors import LostContactError, RayDiedError, RunError, Stopped
 from slime_launch.processes import Place
@@ -109,11 +110,10 @@ def prepare(directory: str, log_path: str, *, threads: int | None) -> None:
         os.chdir(directory)  # where relative paths start; a worker of a cluster starts elsewhere
         sys.path.insert(0, directory)  # where `--custom-rm-path my_module.fn` is looked for
     Path(log_path).parent.mkdir(parents=True, exist_ok=True)
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
-        stream.flush()
-        os.dup2(log, number)
-    os.close(log)
+    with open_to_append(Path(log_path)) as log:
+        for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+            stream.flush()
+            os.dup2(log.fileno(), number)
     redact_logs()
     faulthandler.register(DUMP_STACKS, file=2, all_threads=True)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)

@@ -17,6 +17,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from slime_core.files import open_to_append
 from slime_core.types import Span
 
 PLAIN_UPDATE_SECONDS = 20.0
@@ -92,7 +93,7 @@ class RunConsole:
     def __init__(self, stream: TextIO | None = None, log_path: Path | None = None) -> None:
         self._rich = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self._is_live = self._rich.is_terminal and not self._rich.is_dumb_terminal
-        self._log = log_path.open("a", encoding="utf-8") if log_path is not None else None
+        self._log = open_to_append(log_path) if log_path is not None else None
         self.on_progress: Callable[[str, Any], None] = lambda what, marker: None
         self.silent: tuple[str, ...] = ()
         self.spans: list[Span] = []

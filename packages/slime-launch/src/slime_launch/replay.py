@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slime_core.errors import DataError
+from slime_core.files import open_to_append
 from slime_core.flags import Config, flag, flag_specs
 from slime_core.words import counted
 from slime_launch.console import RunConsole
@@ -114,7 +115,7 @@ def output_into(path: Path) -> Iterator[None]:
     sys.stdout.flush()
     before = os.dup(1)
     try:
-        with path.open("a", encoding="utf-8") as file:
+        with open_to_append(path) as file:
             os.dup2(file.fileno(), 1)
         yield
     finally:

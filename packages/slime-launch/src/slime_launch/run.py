@@ -13,6 +13,7 @@ from typing import Any
 from slime_convert.errors import ConvertError
 from slime_convert.shape import ModelShape
 from slime_core.errors import SlimeError
+from slime_core.files import open_to_append
 from slime_core.words import counted
 from slime_launch.calls import Watch, Worker, gather, stopped_line
 from slime_launch.canary import Canary
@@ -95,7 +96,7 @@ def run(checked: Checked, watch: Watch, ahead: RayAhead | None = None) -> int:
             for line in moved:
                 console.line(line)
             # What Ray prints goes to a file, which stays open: Ray still holds it when the interpreter exits.
-            ray_log = (output_dir / "logs" / "ray.log").open("a")
+            ray_log = open_to_append(output_dir / "logs" / "ray.log")
             with contextlib.redirect_stdout(ray_log):
                 drive(checked, output_dir, console, watch, ahead)
     except Stopped as stopped:

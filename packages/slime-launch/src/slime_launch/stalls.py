@@ -12,6 +12,7 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
+from slime_core.files import open_to_append
 from slime_launch.calls import DUMP_STACKS, Watch, stopped_line
 from slime_launch.errors import RunError, Stopped
 from slime_launch.processes import Run, look_at, on_nodes, own_node, stopped_below
@@ -93,7 +94,7 @@ class StallWatch:
         if stopped:
             text += f"; stopped by a signal: {', '.join(stopped)}"
         try:
-            with path.open("a", encoding="utf-8") as file:
+            with open_to_append(path) as file:
                 file.write(f"{time.strftime('%F %T')} {text}\n{stacks}the launcher (process {os.getpid()}):\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)

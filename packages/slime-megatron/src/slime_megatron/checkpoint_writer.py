@@ -32,6 +32,7 @@ from slime_megatron.checkpoint_files import DirectWriter
 from slime_megatron.checkpoint_io import checkpoint_state, naming_failures
 from slime_megatron.config import MegatronConfig
 from slime_megatron.errors import CheckpointError
+from slime_megatron.exchange import broadcast_value
 from slime_megatron.model import Chunks
 from slime_megatron.peft import DIRECTORY, gather_adapters, lora_of, write_adapter
 
@@ -136,15 +137,15 @@ def _apart(value: Any) -> Any:
 
 def _rank_0_first(group: Any, action: Any, *args: Any) -> None:
     """Let rank 0 do something while the others wait; all of them raise what went wrong there."""
-    problem: list[str | None] = [None]
+    problem: str | None = None
     if dist.get_rank() == 0:
         try:
             action(*args)
         except (OSError, RuntimeError) as error:
-            problem = [str(error)]
-    dist.broadcast_object_list(problem, src=0, group=group)
-    if problem[0] is not None:
-        raise OSError(problem[0])
+            problem = str(error)
+    problem = broadcast_value(problem, 0, group)
+    if problem is not None:
+        raise OSError(problem)
 
 
 def _make_empty(directory: Path) -> None:

@@ -17,7 +17,7 @@ def gather_values(value: Any, group: Any = None) -> list[Any]:
 
     A value is what JSON can hold. Numbers come back bit by bit, with infinities and NaN; a tuple comes back as a list.
     """
-    own = _bytes(value)
+    own = _bytes(value, group)
     ranks = dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(ranks)]
     dist.all_gather(sizes, torch.tensor([len(own)], device=own.device), group=group)
@@ -30,7 +30,7 @@ def gather_values(value: Any, group: Any = None) -> list[Any]:
 
 def broadcast_value(value: Any, source: int, group: Any) -> Any:
     """The value of rank ``source`` of all ranks, for each rank of ``group``. All its ranks call it."""
-    own = _bytes(value)
+    own = _bytes(value, group)
     size = torch.tensor([len(own)], device=own.device)
     dist.broadcast(size, source, group=group)
     if dist.get_rank() != source:
@@ -39,9 +39,9 @@ def broadcast_value(value: Any, source: int, group: Any) -> Any:
     return _value(own)
 
 
-def _bytes(value: Any) -> torch.Tensor:
-    text = bytearray(json.dumps(value).encode())
-    return torch.frombuffer(text, dtype=torch.uint8).to(torch.cuda.current_device())
+def _bytes(value: Any, group: Any) -> torch.Tensor:
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    return text if dist.get_backend(group) == "gloo" else text.to(torch.cuda.current_device())
 
 
 def _value(text: torch.Tensor) -> Any:

@@ -197,7 +197,7 @@ def read_npz(path: str | Path, what: str) -> tuple[dict[str, Any], Columns]:
         DamagedError: It was cut off or altered, or is something else.
     """
     try:
-        with open_file(Path(path)) as file, np.load(file, allow_pickle=False) as members:
+        with open_file(Path(path)) as file, np.load(file, allow_pickle=False) as members:  # noqa: TID251  (limited below)
             if any(member.compress_type != zipfile.ZIP_STORED for member in members.zip.infolist()):
                 raise ValueError("it has packed members, which may be of any size")
             head = json.loads(_text(members["head"]))

@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from slime_core.files import open_to_append
 from slime_rollout.engine import EngineError, PortInUseError
 from slime_rollout.engine.addresses import Ports
 from slime_rollout.engine.config import EngineConfig
@@ -261,7 +262,7 @@ class EventLog:
         logger.log(level, "%s (%s) %s: %s", slot.name, slot.url, event.value, detail)
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         line = {"time": now, "engine": slot.name, "event": event.value, "url": slot.url, "detail": detail}
-        with self._lock, self._path.open("a", encoding="utf-8") as file:
+        with self._lock, open_to_append(self._path) as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 

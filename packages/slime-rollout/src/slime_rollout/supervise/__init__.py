@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from slime_core.errors import SlimeError
+from slime_core.files import open_to_append
 from slime_rollout.supervise import reaper
 from slime_rollout.supervise.forked import Forked, fork
 
@@ -111,7 +112,7 @@ class Supervised:
         settings["folder"] = None if folder is None else str(folder)
         supervisor = [sys.executable, "-I", "-S", reaper.__file__, json.dumps(settings | {"pipe_fd": read_end})]
         try:
-            with log_path.open("ab") if log_path is not None else contextlib.nullcontext() as log:
+            with open_to_append(log_path) if log_path is not None else contextlib.nullcontext() as log:
                 process: subprocess.Popen[bytes] | Forked | None = None
                 if template is not None and log is not None:
                     variables = os.environ if env is None else env
