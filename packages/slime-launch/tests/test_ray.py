@@ -272,10 +272,24 @@ def test_nobody_takes_the_port_where_ranks_will_meet(group, tmp_path):
 
     actor = ray.remote(TrainerRank).options(num_cpus=0).remote(str(tmp_path), str(tmp_path / "log"), Seat(1, 0, 1))
     worker = Worker("trainer rank 0", actor, tmp_path / "log", Watch())
-    address, port = worker.call("meeting_point")
+    meeting = worker.call("meeting_point", 4, 2)
+    address, port = meeting.address, meeting.port
     with pytest.raises(OSError, match="in use"):
         socket.create_server((address, port))
     socket.create_connection((address, port), 5).close()  # ranks that come early wait
+    worker.kill()
+
+
+def test_ranks_of_one_node_meet_where_nobody_else_gets_in(group, tmp_path):
+    import ray
+
+    actor = ray.remote(TrainerRank).options(num_cpus=0).remote(str(tmp_path), str(tmp_path / "log"), Seat(1, 0, 1))
+    worker = Worker("trainer rank 0", actor, tmp_path / "log", Watch())
+    meeting = worker.call("meeting_point", 2, 1)
+    assert meeting.port == 0 and Path(meeting.file).parent.stat().st_mode & 0o777 == 0o700
+    Path(meeting.file).parent.rmdir()
+    alone = worker.call("meeting_point", 1, 1)
+    assert (alone.port, alone.file) == (0, None)
     worker.kill()
 
 

@@ -104,22 +104,21 @@ class TrainerRank:
         """Where this process is."""
         return own_place()
 
-    def meeting_file(self) -> str:
-        """A file of this process's node that does not exist yet, for this user alone."""
-        return str(Path(tempfile.mkdtemp(prefix="slime-ranks-")) / "store")
+    def meeting_point(self, ranks: int, nodes: int) -> Rendezvous:
+        """Where so many ranks on so many nodes meet, for rank 0.
 
-    def meeting_point(self) -> tuple[str, int]:
-        """Address and port of this process's node where it listens from now on, for rank 0 on several nodes.
-
-        Its imports take seconds, in which a port that was only found to be free could be taken by another run.
+        That is a file of this user's alone on one node, and else a port where this process listens from now on: its
+        imports take seconds, in which a port that was only found to be free could be taken by another run.
         """
         import ray
 
         address = ray.util.get_node_ip_address()
+        if nodes == 1:
+            file = str(Path(tempfile.mkdtemp(prefix="slime-ranks-")) / "store") if ranks > 1 else None
+            return Rendezvous(rank=0, world_size=ranks, address=address, file=file)
         family, _, _, _, where = socket.getaddrinfo(address, free_port(address), type=socket.SOCK_STREAM)[0]
         self._listening = socket.create_server(where, family=family)
-        port: int = self._listening.getsockname()[1]
-        return address, port
+        return Rendezvous(rank=0, world_size=ranks, address=address, port=self._listening.getsockname()[1])
 
     def build(self, spec: TrainerSpec, rendezvous: Rendezvous) -> None:
         """Build the model, meet the other ranks and load weights."""
@@ -244,12 +243,8 @@ class TrainerGroup:
             return {}
         for worker in self._workers:
             worker.introduce()
-        first, size = self._workers[0], len(self._workers)
-        if len({worker.call("introduce").node for worker in self._workers}) > 1:
-            address, port = first.call("meeting_point")
-            meeting = Rendezvous(rank=0, world_size=size, address=address, port=port)
-        else:
-            meeting = Rendezvous(rank=0, world_size=size, file=first.call("meeting_file") if size > 1 else None)
+        nodes = {worker.call("introduce").node for worker in self._workers}
+        meeting: Rendezvous = self._workers[0].call("meeting_point", len(self._workers), len(nodes))
         return {
             worker.start_call("build", spec, dataclasses.replace(meeting, rank=rank)): worker
             for rank, worker in enumerate(self._workers)

@@ -46,15 +46,16 @@ def join_ranks(config: MegatronConfig, rendezvous: Rendezvous, device: Device) -
 def _store(rendezvous: Rendezvous, to_meet: datetime.timedelta) -> Any:
     """Where ranks leave each other their addresses. Without a port nothing listens for it."""
     stores: Any = dist
+    family, _, _, _, where = socket.getaddrinfo(rendezvous.address, rendezvous.port, type=socket.SOCK_STREAM)[0]
+    if ipaddress.ip_address(where[0]).is_loopback:
+        # gloo and NCCL talk through an interface that they choose; a laptop's may be down, and others can reach it.
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")
     if not rendezvous.port:
-        _stay_on_this_machine()
         file, size = rendezvous.file, rendezvous.world_size
         store = stores.HashStore() if file is None else stores.FileStore(file, size)
         store.set_timeout(to_meet)
         return store
-    family, _, _, _, where = socket.getaddrinfo(rendezvous.address, rendezvous.port, type=socket.SOCK_STREAM)[0]
-    if ipaddress.ip_address(where[0]).is_loopback:
-        _stay_on_this_machine()
     listen = rendezvous.listen
     if rendezvous.rank == 0 and listen is None:  # torch's store listens on every interface unless it is given a socket
         listen = socket.create_server(where, family=family).detach()
@@ -66,12 +67,6 @@ def _store(rendezvous: Rendezvous, to_meet: datetime.timedelta) -> Any:
         to_meet,
         master_listen_fd=listen,
     )
-
-
-def _stay_on_this_machine() -> None:
-    """gloo and NCCL talk through an interface that they choose; a laptop's may be down, and others can reach it."""
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(name, "lo")
 
 
 def leave_ranks() -> None:

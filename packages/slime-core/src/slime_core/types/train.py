@@ -21,8 +21,8 @@ class Rendezvous:
 
     Attributes:
         file: For ranks of one machine: a path that does not exist yet, in a folder that only their user can open.
-        address: Else, rank 0's host. Whoever reaches the port there can read what ranks tell each other, and join.
-        port: Its TCP port.
+        address: Rank 0's host. On the loopback address, gloo and NCCL keep to this machine as well.
+        port: Else, a TCP port there. Whoever reaches it can read and set what ranks leave for each other, and join.
         listen: For rank 0, the file descriptor of a socket that listens there already; without one it opens its own.
 
     Raises:
@@ -31,7 +31,7 @@ class Rendezvous:
 
     rank: int
     world_size: int
-    address: str = ""
+    address: str = "127.0.0.1"
     port: int = 0
     listen: int | None = None
     file: str | None = None
