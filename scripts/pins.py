@@ -52,7 +52,7 @@ def other_builds(export: str, folders: str) -> Iterator[Path]:
 
 def main() -> int:
     """Print them; 1 if somebody says no to another build."""
-    export = subprocess.run(EXPORT.split(), cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    export = subprocess.run(EXPORT.split(), cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
     free = set(filter(None, os.environ.get("SLIME_OTHER_BUILDS", "").split(",")))
     for wheel in other_builds(export, os.environ.get("UV_FIND_LINKS", "")) if "torch" not in free else ():
         print(f"{wheel} is another build of torch than those in uv.lock", file=sys.stderr)
@@ -61,7 +61,11 @@ def main() -> int:
             if sys.stdin.readline().strip().lower() not in ("y", "yes"):
                 return 1
         free.add("torch")
-    print(pins(export, frozenset(free)), end="")
+    try:
+        print(pins(export, frozenset(free)), end="")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

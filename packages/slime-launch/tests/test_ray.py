@@ -285,11 +285,13 @@ def test_ranks_of_one_node_meet_where_nobody_else_gets_in(group, tmp_path):
 
     actor = ray.remote(TrainerRank).options(num_cpus=0).remote(str(tmp_path), str(tmp_path / "log"), Seat(1, 0, 1))
     worker = Worker("trainer rank 0", actor, tmp_path / "log", Watch())
-    meeting = worker.call("meeting_point", 2, 1)
-    assert meeting.port == 0 and Path(meeting.file).parent.stat().st_mode & 0o777 == 0o700
-    Path(meeting.file).parent.rmdir()
     alone = worker.call("meeting_point", 1, 1)
     assert (alone.port, alone.file) == (0, None)
+    meeting = worker.call("meeting_point", 2, 1)
+    folder = Path(meeting.file).parent
+    assert meeting.port == 0 and folder.stat().st_mode & 0o777 == 0o700
+    worker.call("close")
+    assert not folder.exists()
     worker.kill()
 
 

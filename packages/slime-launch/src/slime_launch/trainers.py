@@ -95,6 +95,7 @@ class TrainerRank:
         self._channel: tuple[ChannelSpec, WeightChannel] | None = None
         self._rank = 0
         self._listening: socket.socket | None = None  # of rank 0, until `build`
+        self._folder: tempfile.TemporaryDirectory[str] | None = None  # of rank 0, where ranks meet
 
     def alive(self) -> int:
         """This process's id; that it answers is what matters."""
@@ -114,7 +115,9 @@ class TrainerRank:
 
         address = ray.util.get_node_ip_address()
         if nodes == 1:
-            file = str(Path(tempfile.mkdtemp(prefix="slime-ranks-")) / "store") if ranks > 1 else None
+            if ranks > 1:
+                self._folder = tempfile.TemporaryDirectory(prefix="slime-ranks-")
+            file = None if self._folder is None else str(Path(self._folder.name) / "store")
             return Rendezvous(rank=0, world_size=ranks, address=address, file=file)
         family, _, _, _, where = socket.getaddrinfo(address, free_port(address), type=socket.SOCK_STREAM)[0]
         self._listening = socket.create_server(where, family=family)
@@ -156,6 +159,8 @@ class TrainerRank:
             self._channel[1].close()
         if self._worker is not None:
             self._worker.close()
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def _resolve(self, worker: TrainerWorker, argument: Any) -> Any:
         if isinstance(argument, Shards):

@@ -13,9 +13,11 @@ from slime_rollout.engine import EngineStartError
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.engine.server import (
+    MEETING,
     EngineSpec,
     SGLangEngine,
     check_flags,
+    folder_environment,
     key_environment,
     module_words,
     server_command,
@@ -159,3 +161,30 @@ def test_a_server_gets_its_key_and_its_log_does_not(tmp_path):
     words, log = done.stdout.splitlines()
     assert words == f"['--port', '1', '--api-key={'k' * 20}'] False __main__"
     assert log == "settings: {'api_key': '--api-key=[removed]'}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "sglang_args", "meets_in_a_file"),
+    [
+        ({}, {}, True),
+        ({}, {"data-parallel-size": "2"}, False),  # each replica is a group of its own, and they would meet in one file
+        ({}, {"dp-size": "2"}, False),
+        ({}, {"dp-size": "2", "enable-dp-attention": True}, True),
+        ({}, {"dist-init-addr": "10.0.0.1:5000"}, False),
+        ({"meeting_point": "10.0.0.1:5000", "nodes": 2}, {}, False),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_where_ranks_of_an_engine_meet(monkeypatch, tmp_path, device, changes, sglang_args, meets_in_a_file):
+    monkeypatch.delenv(MEETING, raising=False)
+    given = EngineSpec(model_path="model", port=5, device=device, sglang_args=sglang_args, **changes)
+    found = folder_environment(EngineConfig(), given, tmp_path)
+    assert found["TMPDIR"] == str(tmp_path)
+    assert found.get(MEETING) == (f"file://{tmp_path}/ranks" if meets_in_a_file else None)
+    assert ("MASTER_PORT" in found) == (meets_in_a_file and device == "cpu")
+
+
+def test_where_somebody_else_lets_them_meet_stays(monkeypatch, tmp_path):
+    monkeypatch.setenv(MEETING, "env://")
+    given = EngineSpec(model_path="model", port=5, device="cpu")
+    assert folder_environment(EngineConfig(), given, tmp_path) == {"TMPDIR": str(tmp_path)}

@@ -42,6 +42,7 @@ POLL_SECONDS = 0.2
 # A server's processes share their load in a file whose name begins so. SGLang never removes it.
 LOAD_FILES = "/dev/shm/sglang_loads_"
 LOG_LINES = 20
+MEETING = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 # Bytes of a folder's path, so that the path of a socket in one below it stays within 107.
 MAX_TEMP_DIR = 64
 PAGE = 4096  # bytes; with fewer, nothing can be written
@@ -191,11 +192,12 @@ def folder_environment(config: EngineConfig, spec: EngineSpec, folder: Path) -> 
     replicas = args.get("data-parallel-size", args.get("dp-size", "1"))
     several_groups = replicas != "1" and "enable-dp-attention" not in args
     environment = {"TMPDIR": str(folder)}
-    if spec.meeting_point is not None or "dist-init-addr" in args or several_groups:
+    if spec.meeting_point is not None or "dist-init-addr" in args or several_groups or MEETING in os.environ:
         return environment
-    # Engines of one machine share memory among their ranks under a name that SGLang makes of these.
-    environment |= {"MASTER_ADDR": spec.host, "MASTER_PORT": str(spec.port)}
-    return environment | {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{folder}/ranks"}
+    if spec.runs_on(config) == "cpu":
+        # Ranks share memory under a name that SGLang makes of these, and of where they meet if that is a port.
+        environment |= {"MASTER_ADDR": spec.host, "MASTER_PORT": str(spec.port)}
+    return environment | {MEETING: f"file://{folder}/ranks"}
 
 
 def _cpu_flags(context_length: int | None) -> dict[str, SglangValue]:
