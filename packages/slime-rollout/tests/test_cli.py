@@ -200,3 +200,8 @@ def test_as_a_program(tmp_path):
     assert (done.returncode, done.stdout) == (2, "") and "required: check-hooks" in done.stderr
     settings = (Path(__file__).parents[1] / "pyproject.toml").read_text()
     assert 'slime-rollout = "slime_rollout.cli:main"' in settings
+
+
+def test_a_secret_in_what_was_given_is_not_in_the_error(run):
+    code, _, err = run("--config", "http://me:hunter22@host/run.yaml")
+    assert code == 2 and err and "hunter22" not in " ".join(err) and "[removed]@host" in " ".join(err)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from slime_core.errors import ConfigError, SlimeError
 from slime_core.flags import FlagSpec, flag_specs
 from slime_core.hooks import HookArgs
 from slime_core.one_line import OneLineParser
+from slime_core.redact import redact_logs, redacted, secrets_of
 from slime_core.words import counted
 from slime_rollout.config import RolloutConfig
 from slime_rollout.hooks import HOOKS, GivenHook, given_hooks, hook_args_of
@@ -36,13 +38,14 @@ _STAND_INS: dict[str, Any] = {"hf_checkpoint": "", "prompt_data": "none given", 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns 0, 2 if a hook or the command is invalid, or 130 if it was interrupted."""
+    redact_logs()
     sys.path.insert(0, str(Path.cwd()))  # where `--custom-rm-path my_module.fn` is looked for
     try:
         given = vars(_parser().parse_args(with_run_file(sys.argv[1:] if argv is None else argv)))
         command: Callable[[dict[str, Any]], int] = given.pop("command")
         return command(given)
     except SlimeError as error:
-        print(f"slime-rollout: {error}", file=sys.stderr)
+        print(f"slime-rollout: {redacted(str(error), secrets_of(os.environ))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("slime-rollout: interrupted", file=sys.stderr)
