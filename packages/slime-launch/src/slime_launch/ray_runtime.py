@@ -7,16 +7,13 @@ import dataclasses
 import functools
 import logging
 import os
-import re
 import secrets
 import shlex
 import shutil
 import signal
 import socket
-import stat
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +23,7 @@ from slime_launch.errors import PlacementError, RayDiedError, Stopped
 from slime_launch.placement import KEEP_CHILDREN, plan_layout
 from slime_launch.processes import stopped_below
 from slime_rollout.engine.addresses import LOOPBACK, free_port
+from slime_rollout.supervise.private_folder import private_folder
 from slime_rollout.supervise.reaper import descendants, is_alive
 
 # Ray makes Unix sockets below it, and their paths may have 107 bytes: 21 after the session's name of 43, ours of 27.
@@ -277,15 +275,7 @@ def _embedded_options(cluster: ClusterConfig, directory: Path) -> dict[str, Any]
 @contextlib.contextmanager
 def temp_dir() -> Iterator[Path]:
     """A short-named directory, for this user alone, that is removed afterwards, along with those of killed runs."""
-    base = Path(tempfile.gettempdir())
-    base = base if len(str(base)) <= MAX_TEMP_DIR else Path("/tmp")
-    for old in base.glob(f"{TEMP_PREFIX}*"):
-        pid = re.match(r"[1-9][0-9]{,8}(?=-)", old.name.removeprefix(TEMP_PREFIX))
-        with contextlib.suppress(OSError):  # it is being removed
-            found = old.lstat()  # anybody may have put a link there
-            if pid and stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not is_alive(int(pid[0])):
-                shutil.rmtree(old, ignore_errors=True)
-    directory = Path(tempfile.mkdtemp(prefix=f"{TEMP_PREFIX}{os.getpid()}-", dir=base))
+    directory = private_folder(TEMP_PREFIX, longest=MAX_TEMP_DIR)
     try:
         yield directory
     finally:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import shutil
 import socket
-import tempfile
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +23,7 @@ from slime_launch.processes import Place, end_processes, on_nodes, own_place
 from slime_rollout.engine import WeightSyncError
 from slime_rollout.engine.addresses import free_port
 from slime_rollout.generation_service import ChannelSpec
+from slime_rollout.supervise.private_folder import private_folder
 
 if TYPE_CHECKING:
     import numpy as np
@@ -95,7 +96,7 @@ class TrainerRank:
         self._channel: tuple[ChannelSpec, WeightChannel] | None = None
         self._rank = 0
         self._listening: socket.socket | None = None  # of rank 0, until `build`
-        self._folder: tempfile.TemporaryDirectory[str] | None = None  # of rank 0, where ranks meet
+        self._folder: Path | None = None  # of rank 0, where ranks meet
 
     def alive(self) -> int:
         """This process's id; that it answers is what matters."""
@@ -116,8 +117,8 @@ class TrainerRank:
         address = ray.util.get_node_ip_address()
         if nodes == 1:
             if ranks > 1:
-                self._folder = tempfile.TemporaryDirectory(prefix="slime-ranks-")
-            file = None if self._folder is None else str(Path(self._folder.name) / "store")
+                self._folder = private_folder("slime-ranks-")
+            file = None if self._folder is None else str(self._folder / "store")
             return Rendezvous(rank=0, world_size=ranks, address=address, file=file)
         family, _, _, _, where = socket.getaddrinfo(address, free_port(address), type=socket.SOCK_STREAM)[0]
         self._listening = socket.create_server(where, family=family)
@@ -160,7 +161,7 @@ class TrainerRank:
         if self._worker is not None:
             self._worker.close()
         if self._folder is not None:
-            self._folder.cleanup()
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _resolve(self, worker: TrainerWorker, argument: Any) -> Any:
         if isinstance(argument, Shards):

@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -28,6 +27,7 @@ from slime_rollout.engine.sglang_flags import (
 )
 from slime_rollout.http import HttpError, call
 from slime_rollout.supervise import Supervised
+from slime_rollout.supervise.private_folder import private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,6 @@ POLL_SECONDS = 0.2
 LOAD_FILES = "/dev/shm/sglang_loads_"
 LOG_LINES = 20
 MEETING = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
-# Bytes of a folder's path, so that the path of a socket in one below it stays within 107.
-MAX_TEMP_DIR = 64
 PAGE = 4096  # bytes; with fewer, nothing can be written
 # Enough to find the line in front of the stack traces of all a server's processes.
 PORT_LOG_LINES = 400
@@ -178,12 +176,6 @@ def _role_flags(config: EngineConfig, spec: EngineSpec) -> dict[str, SglangValue
     if spec.encoder_urls:
         flags |= {"language-only": True, "encoder-urls": spec.encoder_urls}
     return flags
-
-
-def private_folder() -> Path:
-    """A new folder for the temporary files of one engine, which only this user can open."""
-    base = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="slime-engine-", dir=base if len(base) <= MAX_TEMP_DIR else "/tmp"))
 
 
 def folder_environment(config: EngineConfig, spec: EngineSpec, folder: Path) -> dict[str, str]:
@@ -417,7 +409,7 @@ class SGLangEngine(ServingProcess):
         check_port_free(spec.port, spec.host)
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as undo:
-            folder = private_folder()
+            folder = private_folder("slime-engine-")
             undo.callback(shutil.rmtree, folder)
             process = Supervised.start(
                 server_command(config, spec),
