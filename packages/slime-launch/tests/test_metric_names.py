@@ -30,11 +30,10 @@ from slime_launch.metric_names import absent, entry_of, table, unlisted
 from slime_launch.shards import ReadyRollout, train_pass_rates
 from slime_launch.step_metrics import eval_row, held_out_row, rollout_row, train_rows
 from slime_launch.tracking import Tracker, read_rows
-from slime_megatron import worker
+from slime_megatron import step, worker
 from slime_megatron.losses import LOSSES, LossInputs
 from slime_megatron.roles import TrainedModel
 from slime_megatron.routing import changed
-from slime_megatron.step import step_metrics
 from slime_megatron.trainer_hooks import TrainerHooks
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data_service import DataService, DataSpec
@@ -155,7 +154,7 @@ def one_step(wrapped, plan, packed, loss, algorithm, head, see):
         margins_P=torch.zeros(1),
         **{f"{name}_log_probs_N": values for name, values in known.items()},
     )
-    return step_metrics([loss(inputs)[1]]) | (changed([with_experts()]) if packed.keywords["replays"] else {})
+    return step.step_metrics([loss(inputs)[1]]) | (changed([with_experts()]) if packed.keywords["replays"] else {})
 
 
 def with_experts():
@@ -178,7 +177,7 @@ def alone(monkeypatch):
     for name, answer in (("data_parallel_world_size", 1), ("data_parallel_group", None)):
         monkeypatch.setattr(parallel_state, f"get_{name}", lambda *args, answer=answer, **more: answer)
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 1)
-    monkeypatch.setattr(dist, "all_gather_object", lambda found, own, group: found.__setitem__(0, own))
+    monkeypatch.setattr(step, "gather_values", lambda own, group: [own])
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **more: None)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
