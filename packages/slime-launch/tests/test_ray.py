@@ -28,9 +28,7 @@ from slime_launch.ray_runtime import (
     RAY_FILES,
     TEMP_PREFIX,
     RayAhead,
-    _knock,
     _own_processes,
-    cluster_notices,
     ray_runtime,
     temp_dir,
 )
@@ -495,28 +493,6 @@ def test_a_cluster_that_does_not_answer():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert "no Ray cluster answers at RAY_ADDRESS=127.0.0.1:9" in done.stdout, done.stderr
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_whether_somebody_listens_is_asked_over_ipv4_and_ipv6(host):
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family) as server:
-        address = f"[{host}]:{server.getsockname()[1]}" if ":" in host else f"{host}:{server.getsockname()[1]}"
-        _knock(address)
-    with pytest.raises(ConnectionError, match="refused"):
-        _knock(address)
-
-
-def test_a_cluster_without_a_token_is_warned_of(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    assert cluster_notices(None) == []
-    [line] = cluster_notices("10.0.0.1:6379")
-    assert "10.0.0.1:6379" in line and "RAY_AUTH_MODE=token" in line
-    (tmp_path / ".ray").mkdir()
-    (tmp_path / ".ray" / "auth_token").write_text("abc")
-    assert cluster_notices("10.0.0.1:6379") == []
 
 
 def test_what_went_wrong_ahead_is_said_by_the_block_alone(monkeypatch, tmp_path):

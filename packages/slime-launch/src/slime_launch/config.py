@@ -101,6 +101,9 @@ class ClusterConfig(Config, needs=()):
     ray_placement_timeout: float = flag(
         120.0, unit="seconds", help="longest wait for room on the Ray cluster", above=0, may_change=True
     )
+    ray_require_token: bool = flag(
+        False, help="refuse a Ray cluster (RAY_ADDRESS) that accepts commands without a token", may_change=True
+    )
     trainer_max_restarts: int = flag(
         3,
         help="with --save: how often the trainers may start again from the last checkpoint, where a rank dies or "

@@ -8,7 +8,7 @@ import os
 import subprocess
 
 from slime_core.errors import ConfigError
-from slime_launch.ray_runtime import cluster_has_gpus
+from slime_launch.cluster import cluster_has_gpus
 from slime_rollout.engine.sglang_flags import engine_device
 from slime_rollout.engine.transports import PCIE
 

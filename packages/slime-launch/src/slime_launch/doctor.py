@@ -14,8 +14,10 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from slime_core.importing import install_command
+from slime_launch.cluster import cluster_notices
 from slime_launch.config import ClusterConfig
 from slime_launch.parser import OneLineParser
+from slime_launch.plain_text import BETWEEN_NODES
 from slime_rollout.engine.python import find_python, importable_in, run_python
 from slime_rollout.engine.sglang_flags import engine_device, missing_sglang
 
@@ -138,6 +140,8 @@ def check_machine(ray_address: str | None) -> Iterator[Finding]:
     yield Finding(OK, f"{cores} CPU cores, {memory / 2**30:.0f} GiB memory")
     joined = f"a run joins the cluster at {ray_address}" if ray_address else "a run starts its own Ray (no RAY_ADDRESS)"
     yield Finding(OK, joined)
+    if ray_address:
+        yield from (Finding(NOTE, line) for line in [*cluster_notices(ray_address), BETWEEN_NODES])
 
 
 def _output(python: str, program: str) -> str | None:

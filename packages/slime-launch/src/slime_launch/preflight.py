@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from slime_core.flags import collected_problems
 from slime_core.schedule import check_pairs
 from slime_core.types import RolloutColumns
 from slime_core.words import counted
+from slime_launch.cluster import check_token
 from slime_launch.config import Settings
 from slime_launch.devices import find_device, run_device
 from slime_launch.errors import PreflightError, Problems
@@ -185,6 +187,8 @@ def look(
         problems.attempt(check_written, settings)
         problems.attempt(check_room, settings)
         problems.attempt(check_wandb, settings.tracking)
+        required = settings.cluster.ray_require_token
+        problems.attempt(check_token, os.environ.get("RAY_ADDRESS"), required=required)
     engines = rows = None
     if settings.generates:
         rows = None if not_here else problems.attempt(check_prompt_data, settings.rollout)

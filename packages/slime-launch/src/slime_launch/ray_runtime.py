@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import os
 import secrets
 import shlex
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from slime_launch.cluster import check_own_token, has_token, knock
 from slime_launch.config import ClusterConfig
 from slime_launch.errors import PlacementError, RayDiedError, Stopped
 from slime_launch.placement import KEEP_CHILDREN, plan_layout
@@ -42,14 +39,7 @@ AGENTS = {
 """The raylet's flags of its agents, and the names of the ports that they write down."""
 AGENT_WAITS = 8  # seconds, in which the parts of a run start that need no environment of their own
 OWN_PORT = "--runtime-env-agent-port"
-KNOCK_SECONDS = 10.0
 TEMP_PREFIX = "slime-ray-"
-COUNT_GPUS = (
-    "import logging, sys, ray; "
-    "ray.init(sys.argv[1], log_to_driver=False, logging_level=logging.ERROR, configure_logging=False); "
-    "print(ray.cluster_resources().get('GPU', 0))"
-)
-COUNT_SECONDS = 60.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +70,8 @@ def ray_runtime(cluster: ClusterConfig, *, address: str | None, directory: Path 
         if address is None:
             options = _embedded_options(cluster, directory or stack.enter_context(temp_dir()))
         else:
-            if _cluster_token():
+            check_own_token(address)
+            if has_token():
                 os.environ.setdefault("RAY_AUTH_MODE", "token")
             options = {"address": address}
         ray = _start(options, agent_waits=0 if cluster.train_environment else AGENT_WAITS)
@@ -113,37 +104,6 @@ class RayAhead(contextlib.AbstractContextManager[RayRuntime]):
         self._stack.close()
 
 
-@functools.cache
-def cluster_has_gpus(address: str) -> bool:
-    """Whether a node of the cluster at ``address`` has a GPU; false where it does not answer, which joining it says.
-
-    A process of its own asks: this one has not read yet what Ray should be started with.
-    """
-    command = [sys.executable, "-P", "-c", COUNT_GPUS, address]
-    try:
-        _knock(address)
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=COUNT_SECONDS, check=True).stdout
-        return float(answer.split()[-1]) > 0
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return False
-
-
-def cluster_notices(address: str | None) -> list[str]:
-    """A warning if the cluster at ``address`` accepts commands without a token."""
-    if address is None or _cluster_token():
-        return []
-    return [
-        f"the Ray cluster at RAY_ADDRESS={address} is used without a token: whoever reaches its ports can run code on "
-        "it; make one with `ray get-auth-token --generate`, and start every node with RAY_AUTH_MODE=token"
-    ]
-
-
-def _cluster_token() -> bool:
-    """Whether Ray will find a token for the cluster: in the environment, or in ~/.ray/auth_token."""
-    given = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
-    return bool(given) or (Path.home() / ".ray" / "auth_token").is_file()
-
-
 def _own_processes() -> dict[int, str]:
     """Ray's essential processes among this process's children: of each the one that started last."""
     found = {}
@@ -164,7 +124,7 @@ def _start(options: dict[str, Any], *, agent_waits: int) -> Any:
 
     alone = contextlib.nullcontext() if "address" in options else without_services(agent_waits)
     try:
-        _knock(options.get("address", ""))
+        knock(options.get("address", ""))
         with alone:
             ray.init(log_to_driver=False, logging_level=logging.ERROR, configure_logging=False, **options)
     except ConnectionError as error:
@@ -232,21 +192,6 @@ def _agent(word: str, waits: int) -> str:
         return f"{flag}=sleep infinity"
     later = f"sleep {waits}; exec nice -n 19 {command.replace(own, f'{OWN_PORT}={port}')}"
     return f"{flag}=sh -c {shlex.quote(later)}"
-
-
-def _knock(address: str) -> None:
-    """Ray itself would try for minutes.
-
-    Raises:
-        ConnectionError: Nobody listens at ``address``.
-    """
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not port.isdigit():
-        return  # such as `auto`
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_SECONDS).close()
-    except OSError as error:
-        raise ConnectionError(error.strerror or str(error)) from error
 
 
 def keep_to_this_user() -> None:

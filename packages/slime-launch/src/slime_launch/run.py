@@ -17,6 +17,7 @@ from slime_core.files import open_to_append
 from slime_core.words import counted
 from slime_launch.calls import Watch, Worker, gather, stopped_line
 from slime_launch.canary import Canary
+from slime_launch.cluster import cluster_notices
 from slime_launch.config import Settings
 from slime_launch.console import RunConsole
 from slime_launch.derived import precision_notes
@@ -41,7 +42,7 @@ from slime_launch.placement import (
 )
 from slime_launch.plan.engines import engine_weights
 from slime_launch.preflight import Checked, look_again
-from slime_launch.ray_runtime import RayAhead, cluster_notices, ray_runtime
+from slime_launch.ray_runtime import RayAhead, ray_runtime
 from slime_launch.report import make_report, report_lines, scoring_problem, write_report
 from slime_launch.resolved import write_resolved
 from slime_launch.resume import RunState, start_notes

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from slime_convert.shape import ModelShape
 from slime_core.flags import flag_specs
+from slime_launch.cluster import cluster_notices
 from slime_launch.config import CONFIGS, Settings
 from slime_launch.devices import Device
 from slime_launch.errors import Problems
 from slime_launch.names import absent_models, is_published, with_paths
 from slime_launch.placement import layout_notes, plan_layout
+from slime_launch.plain_text import plain_text_notes
 from slime_launch.plan.alternatives import Alternative, Change, Cost, best, changed, changes
 from slime_launch.plan.cost import PhaseTime, Sizes, assumed, run_seconds
 from slime_launch.plan.engines import (
@@ -169,6 +172,8 @@ def make_plan(
             *left_out,
             *(beginning(settings, *found.run) if found.run is not None else ()),
             *notices(settings),
+            *(problems.attempt(plain_text_notes, settings, nodes=len(nodes)) or ()),
+            *([] if elsewhere else cluster_notices(os.environ.get("RAY_ADDRESS"))),
             *(problems.attempt(micro_batch_notes, settings, on_cpu=device.is_cpu) or ()),
             *(problems.attempt(hand_over_notes, settings, on_cpu=device.is_cpu) or ()),
             *(line for line in found.said if line not in left_out),
