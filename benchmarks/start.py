@@ -70,15 +70,20 @@ def main(out: Path, *, quick: bool) -> list[Record]:
 
 def checkout(directory: Path) -> Path:
     """A clone of the other commit, with its environments."""
+    clone(directory, BEFORE)
+    make = "source scripts/environments.sh && use_tools && sync_trainer && sync_engine"
+    subprocess.run(["bash", "-c", make], cwd=directory, check=True)
+    return directory
+
+
+def clone(directory: Path, commit: str) -> None:
+    """Another commit's files."""
     if not directory.exists():  # one without a repository of its own would have git check out this one
         new = directory.with_suffix(".new")
         shutil.rmtree(new, ignore_errors=True)
         subprocess.run(["git", "clone", "--quiet", "--no-checkout", "--shared", str(ROOT), str(new)], check=True)
         new.rename(directory)
-    subprocess.run(["git", "checkout", "--quiet", BEFORE], cwd=directory, check=True)
-    make = "source scripts/environments.sh && use_tools && sync_trainer && sync_engine"
-    subprocess.run(["bash", "-c", make], cwd=directory, check=True)
-    return directory
+    subprocess.run(["git", "checkout", "--quiet", commit], cwd=directory, check=True)
 
 
 def summary(found: dict[str, dict[str, float]]) -> str:

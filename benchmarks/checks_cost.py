@@ -1,0 +1,101 @@
+"""What it costs to keep strangers out: today against commit 872c92d4, which has none of these checks, in turns.
+
+Both sides run in the same environments, each with its own sources. `start` is a run's way to its first token and
+`update` the median of its updates of the engine's weights, with the first layers of the quick start's model. `load` is
+a trainer's rank of a new process, from its imports to its loaded checkpoint. `share` is today's time over the other's
+in the same pair. All are medians of the pairs, and the first pair, which has cold caches, is not counted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+import launcher
+from _quick_start import SEED, depth, prepare
+from _records import Record
+from quickstart import BIN, ENGINE_PYTHON, MODEL_ARGS, ROOT
+from quickstart_parts import Places, command_script, replace_flags, train_flags
+from start import clone
+
+BEFORE = "872c92d4"
+PAIRS = 10
+GOAL = 1.05
+HIDDEN = "512"
+LITTLE_WORK = ("--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--global-batch-size", "4")
+LITTLE_WORK += ("--micro-batch-size", "4", "--num-rollout", "5", "--skip-eval-before-train")
+
+
+def main(out: Path, *, quick: bool) -> list[Record]:
+    """Measure all of it.
+
+    Args:
+        out: Directory for logs and results. The other commit's files lie next to it, for the next time.
+        quick: One pair, which counts, instead of ten that do.
+    """
+    places = prepare(few_layers=True)
+    before = out.with_name(f"checks-{BEFORE}")
+    clone(before, BEFORE)
+    roots = {"before": before, "now": ROOT}
+    for side, root in roots.items():
+        _load(root, "save", out / f"checkpoint-{side}")
+    pairs = []
+    for number in range(1 if quick else PAIRS + 1):
+        order = list(roots) if number % 2 == 0 else list(reversed(roots))
+        pairs.append({side: measured(places, roots[side], out, f"{number}-{side}") for side in order})
+        print(f"pair {number}: {json.dumps(pairs[-1])}", flush=True)
+    return records_of(pairs if quick else pairs[1:])
+
+
+def measured(places: Places, root: Path, out: Path, name: str) -> dict[str, float]:
+    """Seconds of one side's start, update and load."""
+    start = launcher.run(script(places, root, out / name), out / name)
+    rows = [json.loads(line) for line in (out / name / "run" / "metrics.jsonl").read_text().splitlines()]
+    updates = [row["perf/update_weights_time"] for row in rows if "perf/update_weights_time" in row]
+    loaded = _load(root, "resume", out / f"checkpoint-{name.partition('-')[2]}")
+    return {"start": sum(start.values()), "update": median(updates), "load": loaded["ready"]}
+
+
+def records_of(pairs: list[dict[str, dict[str, float]]]) -> list[Record]:
+    """Medians of the pairs, and of their shares."""
+    records = []
+    for what in pairs[0]["now"]:
+        for side in ("before", "now"):
+            better = None if side == "before" else False
+            records.append(Record(f"{what}, {side}", "time", median(pair[side][what] for pair in pairs), "s", better))
+        share = median(pair["now"][what] / pair["before"][what] for pair in pairs)
+        records.append(Record(what, "share", share, "of before", False, GOAL))
+    return records
+
+
+def script(places: Places, root: Path, out: Path) -> Path:
+    """A run with a checkout's sources, as a shell script."""
+    out.mkdir(parents=True)
+    flags = train_flags(places, engine_python=ENGINE_PYTHON, seed=SEED, steps=1)
+    for name in ("--save", "--save-interval", "--eval-prompt-data", "--eval-interval", "--eval-temperature"):
+        del flags[name]
+    flags = replace_flags(flags, [*LITTLE_WORK, *depth(places), "--output-dir", str(out / "run")])
+    text = command_script(flags, model_args=MODEL_ARGS, launcher=BIN / "slime-launch", root=ROOT)
+    path = out / "command.sh"
+    path.write_text(text.replace("exec ", f"export PYTHONPATH={_sources(root)}\nexec ", 1))
+    return path
+
+
+def _load(root: Path, what: str, directory: Path) -> dict[str, float]:
+    """What a checkout's benchmark of checkpoints prints of one step of its own."""
+    if what == "save":
+        shutil.rmtree(directory, ignore_errors=True)
+    words = [sys.executable, str(root / "benchmarks" / "checkpoint.py"), what, str(directory), HIDDEN, "1"]
+    environment = os.environ | {"PYTHONPATH": _sources(root)}
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+    numbers: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return numbers
+
+
+def _sources(root: Path) -> str:
+    return os.pathsep.join(str(path) for path in sorted((root / "packages").glob("*/src")))
