@@ -74,7 +74,7 @@ def run(
     flags = train_flags(places, engine_python=ENGINE_PYTHON, seed=SEED, steps=steps, bf16=bf16)
     for name in (*OF_QUICK_START, *EVALUATION):
         del flags[name]
-    words = ["--output-dir", str(out / "run"), "--skip-eval-before-train", "--n-samples-per-prompt", str(GROUP)]
+    words = ["--output-dir", str(out / "run"), "--n-samples-per-prompt", str(GROUP)]
     words += ["--custom-generate-function-path", str(FUNCTIONS), "--custom-rm-path", f"{FUNCTIONS}:reward"]
     words += ["--engine-threads", "1", "--trainer-threads", "1"]
     # Which cores OpenMP's threads run on, the first of which is the process's own.

@@ -61,7 +61,7 @@ def run(places: Places, out: Path, prompts: int, length: int) -> list[dict[str, 
     flags = train_flags(places, engine_python=ENGINE_PYTHON, seed=SEED, steps=STEPS, bf16=False)
     for name in DROPPED:
         flags.pop(name, None)
-    words = ["--output-dir", str(out / "run"), "--skip-eval-before-train", "--rollout-max-response-len", str(length)]
+    words = ["--output-dir", str(out / "run"), "--rollout-max-response-len", str(length)]
     samples = prompts * GROUP
     words += ["--rollout-batch-size", str(prompts), "--n-samples-per-prompt", str(GROUP)]
     words += ["--global-batch-size", str(samples), "--micro-batch-size", str(min(MICRO, samples))]

@@ -28,7 +28,7 @@ PAIRS = 10
 GOAL = 1.05
 HIDDEN = "512"
 LITTLE_WORK = ("--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--global-batch-size", "4")
-LITTLE_WORK += ("--micro-batch-size", "4", "--num-rollout", "5", "--skip-eval-before-train")
+LITTLE_WORK += ("--micro-batch-size", "4", "--num-rollout", "5")
 
 
 def main(out: Path, *, quick: bool) -> list[Record]:

@@ -67,7 +67,7 @@ def script(places: Places, out: Path, steps: int, *, command: str = "train") -> 
     flags = train_flags(places, engine_python=ENGINE_PYTHON, seed=SEED, steps=steps)
     for name in ("--save", "--save-interval", "--eval-prompt-data", "--eval-interval", "--eval-temperature"):
         del flags[name]
-    flags = replace_flags(flags, ["--output-dir", str(out / "run"), "--skip-eval-before-train"])
+    flags = replace_flags(flags, ["--output-dir", str(out / "run")])
     text = command_script(flags, model_args=MODEL_ARGS, launcher=LAUNCHER, root=ROOT)
     launcher = shlex.quote(str(LAUNCHER))
     path = out / "command.sh"

@@ -64,7 +64,7 @@ def run_ours(places: Places, out: Path, steps: int, prompts: int) -> Round:
     flags = train_flags(places, engine_python=ENGINE_PYTHON, seed=SEED, steps=steps)
     for name in ("--save", "--save-interval", "--eval-prompt-data", "--eval-interval", "--eval-temperature"):
         del flags[name]
-    words = ["--output-dir", str(out / "run"), "--kl-loss-type", "k3", "--skip-eval-before-train"]
+    words = ["--output-dir", str(out / "run"), "--kl-loss-type", "k3"]
     samples = str(prompts * GROUP)
     words += ["--rollout-batch-size", str(prompts), "--global-batch-size", samples, "--micro-batch-size", samples]
     flags = replace_flags(flags, words)

@@ -157,8 +157,6 @@ def script(places: Places, root: Path, out: Path, command: str, flags: Sequence[
     for name in ("--save", "--save-interval", "--eval-prompt-data", "--eval-interval", "--eval-temperature"):
         del usual[name]
     usual = replace_flags(usual, [*flags, "--output-dir", str(out / "run")])
-    if command == "train":
-        usual = replace_flags(usual, ["--skip-eval-before-train"])
     program = root / ".venv/bin/slime-launch"
     text = command_script(usual, model_args=MODEL_ARGS, launcher=program, root=root)
     path = out / "command.sh"
