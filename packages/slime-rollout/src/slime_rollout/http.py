@@ -99,6 +99,7 @@ class HttpError(SlimeError):
         timed_out: Whether the time limit was reached.
         retry_after: Seconds that the server asks to wait; 0 if it does not ask.
         may_run: Whether the server may still work on the request.
+        untrusted: Whether the server's certificate was refused, before anything was sent.
     """
 
     def __init__(
@@ -111,9 +112,10 @@ class HttpError(SlimeError):
         timed_out: bool = False,
         taken: bool = True,
         retry_after: float = 0.0,
+        untrusted: bool = False,
     ) -> None:
         self.url, self.status, self.body = url, status, redacted(body)  # services repeat what they were sent
-        self.timed_out, self.retry_after = timed_out, retry_after
+        self.timed_out, self.retry_after, self.untrusted = timed_out, retry_after, untrusted
         self.may_run = taken and status not in (429, 503)
         super().__init__(f"{method} {redacted(url)}: {'no answer: ' if status is None else ''}{self.problem}")
 
@@ -126,6 +128,8 @@ class HttpError(SlimeError):
     @property
     def may_pass(self) -> bool:
         """Whether the same request could succeed later: no answer, a server error, 408 or 429."""
+        if self.untrusted:
+            return False
         # sglang-router answers 408 and 429 when its queue is full.
         return self.status is None or self.status in (408, 429) or (self.status >= 500 and self.status != 501)
 
@@ -227,7 +231,10 @@ async def exchange(
             is_connecting = isinstance(error, aiohttp.ConnectionTimeoutError | aiohttp.ClientConnectorError)
             is_late = isinstance(error, TimeoutError)
             cause = _late(session) if is_late else _reason(error)
-            raise HttpError(method, url, None, cause, timed_out=is_late, taken=not is_connecting) from error
+            untrusted = isinstance(error, aiohttp.ClientConnectorCertificateError)
+            raise HttpError(
+                method, url, None, cause, timed_out=is_late, taken=not is_connecting, untrusted=untrusted
+            ) from error
         if content is None:
             problem = f"an answer of more than {most:,} bytes, which are the most that are read here"
             raise HttpError(method, url, answer.status, problem)
@@ -408,6 +415,11 @@ def _late(session: aiohttp.ClientSession) -> str:
 def _reason(error: Exception) -> str:
     import aiohttp
 
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return (
+            f"its certificate is refused ({error.certificate_error}); if an authority of your own signed it, set "
+            "SSL_CERT_FILE to that one's certificate"
+        )
     if not isinstance(error, aiohttp.ClientConnectorError):
         return f"{type(error).__name__}: {error}"
     number = error.os_error.errno or 0
