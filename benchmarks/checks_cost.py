@@ -27,7 +27,7 @@ BEFORE = "872c92d4"
 PAIRS = 10
 GOAL = 1.05
 HIDDEN = "512"
-LITTLE_WORK = ("--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--global-batch-size", "4")
+LITTLE_WORK: tuple[str, ...] = ("--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--global-batch-size", "4")
 LITTLE_WORK += ("--micro-batch-size", "4", "--num-rollout", "5")
 
 

@@ -23,7 +23,8 @@ from slime_launch.parser import FlagGroup, build_parser, check_has_flags, parse
 from slime_launch.redact import without_secrets
 
 DESCRIPTION = """\
-Say what a training command would do and need, and what is wrong with it; nothing is started.
+Say what a training command would do and need, and what is wrong with it; nothing is started. Functions that flags
+name are imported, to check their arguments.
 
 It takes every flag of `slime-launch train`, and these:"""
 EPILOG = "Exit codes: 0 the command can start, 2 it cannot; the problems are printed, each with what to do."
