@@ -89,7 +89,7 @@ def served(directory: Path, steps: int, *, quick: bool) -> float:
                 file.writelines(json.dumps(row) + "\n" for row in rows(steps, dice))
             write_samples(directory / "samples", steps, dice)
             steps += 1
-            request = urllib.request.Request(f"{found[0]}data.json", headers={"If-None-Match": tag})
+            request = urllib.request.Request(found[0].replace("/?", "/data.json?"), headers={"If-None-Match": tag})
             try:
                 with urllib.request.urlopen(request, timeout=OPEN_LIMIT) as answer:
                     answer.read()

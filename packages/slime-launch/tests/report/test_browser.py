@@ -1,6 +1,8 @@
 """The page in a real browser: every tab, filters, keys, colours, a live run, and text that tries to be executed."""
 
 import json
+import re
+import subprocess
 import sys
 import threading
 from contextlib import contextmanager
@@ -17,6 +19,7 @@ from made_runs import make_data, make_run
 import test_collect as collected
 from slime_launch.report.collect import report_data
 from slime_launch.report.page import page
+from slime_launch.tracking import Tracker
 
 pytest.importorskip("selenium", reason="selenium is not installed: pip install selenium")
 from selenium.common.exceptions import TimeoutException
@@ -509,3 +512,19 @@ def test_a_live_run_is_followed_and_choices_stay(reader):
         reader.wait(lambda: "7 of 7" in reader.text("#panel-overview"))
         reader.wait(lambda: reader.text("#live") == "")
         assert reader.problems() == []
+
+
+def test_the_address_that_is_printed_shows_a_live_run(reader, tmp_path):
+    tracker = Tracker(tmp_path, tensorboard=False)
+    tracker.log("rollout", step=0, rollout_id=0, metrics={"rollout/raw_reward": 0.5})
+    words = [sys.executable, "-P", "-m", "slime_launch.cli", "report", str(tmp_path), "--serve"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            address = re.search(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{32}", process.stdout.readline())[0]
+            reader.open(address)
+            reader.wait(lambda: reader.text("#live") == "live")
+            reader.driver.get(address.partition("?")[0])
+            assert "give the whole address that slime-launch report --serve has printed" in reader.text("body")
+        finally:
+            process.terminate()
+            tracker.close()

@@ -42,9 +42,12 @@ def test_data_are_collected_again_when_they_changed_and_it_costs_little(run, mon
     assert rewards(newer) == [0.5, 0.75] and other != tag and len(collected) == 2
 
 
+TOKEN = "a-token-of-this-test"
+
+
 def test_a_browser_gets_the_page_and_new_data(run):
     directory, _ = run
-    with make_server([directory], 0) as server:
+    with make_server([directory], 0, TOKEN) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
             assert server.server_address[0] == "127.0.0.1"
@@ -55,13 +58,18 @@ def test_a_browser_gets_the_page_and_new_data(run):
                 answer = connection.getresponse()
                 return answer, answer.read()
 
-            answer, page = get("/")
+            answer, page = get(f"/?token={TOKEN}")
             assert answer.status == 200 and page.startswith(b"<!doctype html>")
-            answer, body = get("/data.json?1")
+            answer, body = get(f"/data.json?token={TOKEN}")
             assert rewards(body) == [0.5]
-            again, nothing = get("/data.json", **{"If-None-Match": answer.headers["ETag"]})
+            again, nothing = get(f"/data.json?token={TOKEN}", **{"If-None-Match": answer.headers["ETag"]})
             assert (again.status, nothing) == (304, b"")
-            assert get("/../metrics.jsonl")[0].status == 404
-            assert get("/data.json", Host="a-site-elsewhere.example:80")[0].status == 403
+            assert get(f"/../metrics.jsonl?token={TOKEN}")[0].status == 404
+            assert get(f"/data.json?token={TOKEN}", Host="a-site-elsewhere.example:80")[0].status == 403
+            for path in ("/", "/data.json", "/nothing"):
+                for query in ("", "?token=", "?token=another", f"?token={TOKEN}x", f"?token=x&token={TOKEN}", "?%ff"):
+                    answer, body = get(path + query)
+                    assert (answer.status, body) == (403, serve.NO_TOKEN), path + query
+                assert get(path, Cookie=f"token={TOKEN}", Authorization=f"token {TOKEN}")[0].status == 403
         finally:
             server.shutdown()

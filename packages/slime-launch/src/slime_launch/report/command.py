@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,11 +95,12 @@ def _write(directories: Sequence[Path], config: ReportConfig) -> None:
 
 
 def _serve(directories: Sequence[Path], port: int) -> int:
+    token = secrets.token_urlsafe(24)
     try:
-        server = make_server(directories, port)
+        server = make_server(directories, port, token)
     except OSError as error:
         raise FlagError(f"--port {port} cannot be used ({error}); give another, or 0 for a free one") from None
-    print(f"open http://{ADDRESS}:{server.server_port}/ ; Ctrl-C ends it")
+    print(f"open http://{ADDRESS}:{server.server_port}/?token={token} ; Ctrl-C ends it")
     sys.stdout.flush()
     with server, contextlib.suppress(KeyboardInterrupt):
         server.serve_forever()

@@ -1,14 +1,19 @@
-"""The page of a run that goes on, on the loopback address: the browser asks for new data every few seconds."""
+"""The page of a run that goes on, on the loopback address: the browser asks for new data every few seconds.
+
+Every user of the machine can connect to that address, so whoever asks gives a token, which is printed with it.
+"""
 
 from __future__ import annotations
 
 import gzip
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 from slime_launch.report.collect import report_data
 from slime_launch.report.page import page, to_json
@@ -17,6 +22,7 @@ from slime_launch.tracking import METRICS_FILE
 ADDRESS = "127.0.0.1"
 HOSTS = (ADDRESS, "localhost")
 """What a browser may call this server: a page of another site that has its name lead here would read the samples."""
+NO_TOKEN = b"403: give the whole address that slime-launch report --serve has printed, with its ?token=...\n"
 RATIO = 200.0
 """Collecting takes at most one part in so many of a core's time."""
 
@@ -52,8 +58,11 @@ def _changed(path: Path) -> tuple[int, int] | None:
     return found.st_mtime_ns, found.st_size
 
 
-def make_server(directories: Sequence[Path], port: int) -> ThreadingHTTPServer:
+def make_server(directories: Sequence[Path], port: int, token: str) -> ThreadingHTTPServer:
     """A server on the loopback address; port 0 takes a free one. ``serve_forever`` serves.
+
+    It answers addresses that end with ``?token=`` and the token. The page takes it from its own address, not from a
+    cookie: browsers send cookies of one port to every other one of this address, whoever listens there.
 
     Raises:
         OSError: The port is taken.
@@ -66,11 +75,15 @@ def make_server(directories: Sequence[Path], port: int) -> ThreadingHTTPServer:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
+            asked = urlsplit(self.path)
+            [given] = parse_qs(asked.query, errors="replace").get("token", [""])[:1]
             if self.headers.get("Host", "").rpartition(":")[0] not in HOSTS:
                 self._answer(b"", "text/plain", status=403)
-            elif self.path == "/":
+            elif not secrets.compare_digest(given.encode(), token.encode()):
+                self._answer(NO_TOKEN, "text/plain", status=403)
+            elif asked.path == "/":
                 self._answer(html, "text/html; charset=utf-8")
-            elif self.path.partition("?")[0] == "/data.json":
+            elif asked.path == "/data.json":
                 body, tag = live.body()
                 if self.headers.get("If-None-Match") == tag:
                     self._answer(b"", "application/json", status=304)
@@ -84,6 +97,7 @@ def make_server(directories: Sequence[Path], port: int) -> ThreadingHTTPServer:
             for name, value in {**(headers or {}), "Content-Type": kind, "Content-Length": str(len(body))}.items():
                 self.send_header(name, value)
             self.send_header("Cache-Control", "no-cache")
+            self.send_header("Referrer-Policy", "no-referrer")  # the address has the token in it
             self.end_headers()
             self.wfile.write(body)
 

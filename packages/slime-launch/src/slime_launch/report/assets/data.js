@@ -55,7 +55,7 @@ Report.watch = (changed) => {
   let seen = null;
   const ask = async () => {
     try {
-      const answer = await fetch("data.json", { cache: "no-cache" });
+      const answer = await fetch(`data.json${location.search}`, { cache: "no-cache" });
       if (!answer.ok) throw new Error(`HTTP ${answer.status}`);
       const mark = answer.headers.get("ETag");
       if (mark === null || mark !== seen) changed(await answer.json());
