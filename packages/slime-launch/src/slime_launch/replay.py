@@ -6,20 +6,22 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from slime_core.errors import DataError
-from slime_core.files import open_to_append
+from slime_core.files import open_to_append, write_whole
 from slime_core.flags import Config, flag, flag_specs
 from slime_core.words import counted
 from slime_launch.console import RunConsole
 from slime_launch.diff import differences, settings_that_differ, value_lines
 from slime_launch.errors import FlagError, PreflightError
-from slime_launch.flags import read_train
+from slime_launch.flags import read_train, train_groups
 from slime_launch.manifest import read_manifest
+from slime_launch.own_runs import is_own
 from slime_launch.parser import FlagGroup, build_parser, parse
 from slime_launch.plan.command import split_words
 from slime_launch.preflight import Checked, preflight
@@ -28,7 +30,12 @@ from slime_launch.step_sums import StepSums, read_sums
 from slime_launch.train import supervise
 from slime_launch.written_run import WrittenRun
 from slime_megatron.checkpoint import find_checkpoint, iteration_directory
+from slime_megatron.config import flag_name
 from slime_megatron.errors import CheckpointError
+from slime_megatron.megatron_words import field_words
+from slime_megatron.start import FUNCTIONS
+from slime_rollout.hooks import HOOKS
+from slime_rollout.run_file import OFF, words_of
 from slime_rollout.store import RolloutStore
 
 _LEFT_OUT = frozenset(
@@ -42,7 +49,16 @@ _LEFT_OUT = frozenset(
 """Flags of a run that its replay does not take: where it writes to, how long it goes, and what only engines do."""
 _DERIVED = ("lr_decay_iters", "bf16", "use_distributed_optimizer")
 """Flags whose value follows from the run's length, or from the machine."""
-
+_CODE = frozenset(
+    {
+        *(flag_name(name) for name in (*(hook.field for hook in HOOKS), *FUNCTIONS)),
+        *("--sglang-python", "--trust-remote-code", "--sglang-trust-remote-code"),
+        *("--megatron-config-path", "--train-env-vars"),  # the first may name functions, the second libraries
+    }
+)
+"""Flags that name what is run."""
+_OURS = re.compile(r"slime_rollout\.(filters[.:]check_\w+|data[.:]RolloutDataSource(WithBuffer)?)")
+"""What is ours, for such a flag to name."""
 
 DESCRIPTION = """\
 Train on step N of a run again, from the newest checkpoint before it, and say whether samples, metrics and weights come
@@ -57,6 +73,9 @@ class ReplayConfig(Config, needs=()):
 
     step: int | None = flag(None, metavar="N", help="the step, counted from 1 as on the console", least=0)
     output_dir: str | None = flag(None, metavar="DIR", help="where it writes; replays/N in RUN unless given")
+    run_its_code: bool = flag(
+        False, help="run what the settings of somebody else's run name: functions, files, interpreters"
+    )
 
 
 class Replay(NamedTuple):
@@ -90,6 +109,8 @@ def replay(argv: Sequence[str]) -> int:
         raise FlagError("--step 0: steps are counted from 1, as on the console; rollout_id 0 is --step 1")
     run = WrittenRun(Path(runs[0]))
     found = find_start(run, config.step - 1)
+    if not config.run_its_code and not is_own(run.resolved) and (code := list(code_of(run))):
+        ask(run, code)
     output_dir = Path(config.output_dir or run.directory / "replays" / str(config.step))
     if output_dir.resolve() == run.directory.resolve():
         raise FlagError(f"--output-dir {output_dir} is the run itself; give another, or leave it out")
@@ -106,6 +127,38 @@ def replay(argv: Sequence[str]) -> int:
     words = list(outcome(run, WrittenRun(output_dir), found))
     print("\n".join([*words, f"what the replay printed: {details}"]))
     return 0 if len(words) == 1 else 1
+
+
+def code_of(run: WrittenRun) -> Iterator[str]:
+    """What the settings of a run have a replay of it run, as flags: functions, files, interpreters.
+
+    A flag that is not known is among them: nobody can say what it does.
+    """
+    plain = {spec.name for group in train_groups() for spec in group.flags} | field_words().keys()
+    for name, value in _values(run).items():
+        [word, *more] = words_of(str(run.directory), f"--{name}", value) or [""]
+        given, _, text = word.partition("=")
+        is_plain = given in plain or given.startswith(("--sglang-", "--router-"))
+        if not word or text == OFF or (is_plain and given not in _CODE):
+            continue
+        if not all(map(_OURS.fullmatch, [*filter(None, [text]), *more] or [""])):
+            # In ASCII, so that no sign in it hides another on a terminal.
+            yield f"{json.dumps(given)[1:-1]} {' '.join(map(json.dumps, [*filter(None, [text]), *more]))}".rstrip()
+
+
+def ask(run: WrittenRun, code: Sequence[str]) -> None:
+    """Ask whether to run what somebody else's settings name.
+
+    Raises:
+        FlagError: The answer is no, or nobody can be asked.
+    """
+    said = f"{run.directory} is not a run of yours that began in this folder, and a replay of it runs {', '.join(code)}"
+    if sys.stdin.isatty() and sys.stderr.isatty():
+        print(f"{said}\nrun that? [y/N] ", end="", file=sys.stderr, flush=True)
+        if sys.stdin.readline().strip().lower() in ("y", "yes"):
+            return
+        raise FlagError("nothing was run")
+    raise FlagError(f"{said}; look at that, and add --run-its-code if you trust it")
 
 
 @contextlib.contextmanager
@@ -183,15 +236,8 @@ def checked_replay(run: WrittenRun, found: Replay, output_dir: Path) -> Checked:
     Raises:
         SlimeError: Something that it needs is gone.
     """
-    entries: dict[str, Any] = run.resolved["settings"]
-    values = {
-        name.replace("_", "-"): entry["value"]
-        for name, entry in entries.items()
-        if name not in _LEFT_OUT and entry["value"] is not None
-        if entry["origin"] in ("command line", "config file") or name in _DERIVED
-    }
     config = output_dir / "run.yaml"
-    config.write_text(json.dumps(values, indent=1), encoding="utf-8")  # which is YAML, too
+    write_whole(config, json.dumps(_values(run), indent=1))  # which is YAML, too
     words = ["--config", str(config), "--output-dir", str(output_dir), "--num-rollout", str(found.last + 1)]
     words += ["--load-debug-rollout-data", found.template, "--trainer-max-restarts", "0"]
     checked = dataclasses.replace(preflight(*read_train(words), first_rollout=found.first), replays=True)
@@ -208,6 +254,17 @@ def checked_replay(run: WrittenRun, found: Replay, output_dir: Path) -> Checked:
         source_state={},
     )
     return dataclasses.replace(checked, manifest=begins, weights=weights)
+
+
+def _values(run: WrittenRun) -> dict[str, Any]:
+    """The settings of a run that its replay takes, by their flags."""
+    entries: dict[str, Any] = run.resolved["settings"]
+    return {
+        name.replace("_", "-"): entry["value"]
+        for name, entry in entries.items()
+        if name not in _LEFT_OUT and entry["value"] is not None
+        if entry.get("origin") in ("command line", "config file") or name in _DERIVED
+    }
 
 
 def outcome(run: WrittenRun, again: WrittenRun, found: Replay) -> Iterator[str]:

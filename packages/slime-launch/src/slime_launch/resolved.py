@@ -13,6 +13,7 @@ from typing import Any
 from slime_core.files import write_whole
 from slime_core.flags import flag_specs
 from slime_launch.config import CONFIGS, Settings
+from slime_launch.own_runs import MARK, mark_of
 from slime_launch.preflight import Checked
 from slime_launch.redact import without_secrets
 from slime_launch.validate import global_batch_size
@@ -32,6 +33,8 @@ VERSIONS_SECONDS = 60.0
 def write_resolved(checked: Checked, directory: Path) -> None:
     """Write the settings of a run and the versions of all packages; secrets are removed."""
     found = resolved(checked, os.environ)
+    if (mark := mark_of(found["settings"])) is not None:
+        found[MARK] = mark
     found |= checked.packages or packages(checked.settings)
     text = json.dumps(found, indent=1, ensure_ascii=False)
     write_whole(directory / FILE_NAME, text + "\n")

@@ -34,6 +34,11 @@ class WrittenRun:
             self.resolved: dict[str, Any] = json.loads(read_text(directory / SETTINGS_FILE))
         except (OSError, ValueError) as error:
             raise PreflightError(f"{directory / SETTINGS_FILE} cannot be read ({error}); give another run") from error
+        settings = self.resolved.get("settings") if isinstance(self.resolved, dict) else None
+        if not isinstance(settings, dict) or not all(
+            isinstance(row, dict) and "value" in row for row in settings.values()
+        ):
+            raise PreflightError(f"{directory / SETTINGS_FILE} holds no settings of a run; give another run")
         self.steps: dict[int, list[Row]] = {}
         for row in read_rows(directory):
             if row["kind"] == "train":
