@@ -31,22 +31,25 @@ LONGEST, SHOWN = 10_000, 1000  # characters of the code; of the output, as the m
 _ALLOWED = {
     "read": 0, "write": 1, "close": 3, "stat": 4, "fstat": 5, "lstat": 6, "poll": 7, "lseek": 8, "mmap": 9,
     "mprotect": 10, "munmap": 11, "brk": 12, "rt_sigaction": 13, "rt_sigprocmask": 14, "rt_sigreturn": 15,
-    "pread64": 17, "readv": 19, "writev": 20, "access": 21, "sched_yield": 24, "mremap": 25, "madvise": 28, "dup": 32,
-    "nanosleep": 35, "getpid": 39, "exit": 60, "uname": 63, "getcwd": 79, "readlink": 89,
+    "pread64": 17, "readv": 19, "writev": 20, "access": 21, "sched_yield": 24, "mremap": 25, "dup": 32, "nanosleep": 35,
+    "getpid": 39, "exit": 60, "uname": 63, "getcwd": 79, "readlink": 89,
     "gettimeofday": 96, "getrusage": 98, "sysinfo": 99, "times": 100, "getuid": 102, "getgid": 104, "geteuid": 107,
     "getegid": 108, "sigaltstack": 131, "gettid": 186, "time": 201, "futex": 202, "sched_getaffinity": 204,
     "getdents64": 217, "clock_gettime": 228, "clock_getres": 229, "clock_nanosleep": 230, "exit_group": 231,
     "newfstatat": 262, "readlinkat": 267, "getrandom": 318, "statx": 332,
 }  # fmt: skip
-# Of two, what is asked for is looked at, too: others send signals, type into a terminal, or change a file's attributes.
+# Of three, what is asked for is looked at, too: they can also send signals, type into a terminal, change attributes of
+# files, and, for root, mark memory of the machine as broken. Number of the call: the argument's place, what it may be.
 _COMMANDS = {
-    16: (0x5401, 0x5450, 0x5451),  # ioctl: TCGETS, which isatty asks, FIONCLEX, FIOCLEX
-    72: (1, 2, 3, 1030),  # fcntl: F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC
+    16: (1, (0x5401, 0x5450, 0x5451)),  # ioctl: TCGETS, which isatty asks, FIONCLEX, FIOCLEX
+    72: (1, (1, 2, 3, 1030)),  # fcntl: F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC
+    28: (2, (0, 1, 2, 3, 4, 8, 14, 15)),  # madvise: what allocators ask for
 }
 _OPENAT, _OPEN_TO_WRITE = 257, os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _AUDIT_ARCH_X86_64 = 0xC000003E
 _LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06  # instructions of a BPF program
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050001  # what it returns; the last is EPERM
+_CAPSET, _CAPABILITY_VERSION_3 = 126, 0x20080522
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _FILTER = 1, 22, 38, 2
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # Landlock's system calls
 _READ_FILE, _READ_DIR, _ALL_ACCESS = 1 << 2, 1 << 3, (1 << 13) - 1  # as its first version has them
@@ -65,8 +68,9 @@ def run_python(code: str, *, seconds: float = SECONDS) -> str:
     late = False
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
-            [sys.executable, "-I", __file__], stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
-            cwd="/", env={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}, start_new_session=True,
+            [sys.executable, "-I", __file__, str(os.getpid())],
+            stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, cwd="/",
+            env={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}, start_new_session=True,
         )  # fmt: skip
         try:
             process.communicate(code.encode(errors="replace"), timeout=seconds)
@@ -95,6 +99,7 @@ def _inside() -> None:
     code = sys.stdin.buffer.read().decode()
     _limit_resources()
     _limit_reads()
+    _drop_capabilities()
     _limit_calls()
     try:
         exec(compile(code, "<python>", "exec"), {"__name__": "__main__"})
@@ -107,6 +112,8 @@ def _inside() -> None:
 
 def _limit_resources() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[1]):  # who started this had ended before
+        sys.exit("nobody waits for this code; it was not run")
     seconds = int(SECONDS) + 1
     for kind, most in (
         (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, MEMORY), (resource.RLIMIT_FSIZE, OUTPUT),
@@ -133,6 +140,13 @@ def _limit_reads() -> None:
     os.close(ruleset)
 
 
+def _drop_capabilities() -> None:
+    """Root's: they would let it read files of other users, where Landlock is missing."""
+    header, none = struct.pack("<Ii", _CAPABILITY_VERSION_3, 0), bytes(24)
+    if _syscall(_CAPSET, ctypes.c_char_p(header), ctypes.c_char_p(none)) != 0:
+        raise OSError("the kernel does not take this process's capabilities")
+
+
 def _limit_calls() -> None:
     """The filter of system calls, which cannot be taken off again."""
     program = [
@@ -141,8 +155,8 @@ def _limit_calls() -> None:
         (_EQUAL, 0, 4, _OPENAT), (_LOAD, 0, 0, 32), (_ANY_BIT, 0, 1, _OPEN_TO_WRITE),  # the flags are argument 2
         (_RETURN, 0, 0, _REFUSE), (_RETURN, 0, 0, _ALLOW),
     ]  # fmt: skip
-    for number, commands in _COMMANDS.items():
-        program += [(_EQUAL, 0, len(commands) + 3, number), (_LOAD, 0, 0, 24)]  # the command is argument 1
+    for number, (argument, commands) in _COMMANDS.items():
+        program += [(_EQUAL, 0, len(commands) + 3, number), (_LOAD, 0, 0, 16 + 8 * argument)]
         program += [(_EQUAL, len(commands) - place, 0, command) for place, command in enumerate(commands)]
         program += [(_RETURN, 0, 0, _REFUSE), (_RETURN, 0, 0, _ALLOW)]
     for number in _ALLOWED.values():
