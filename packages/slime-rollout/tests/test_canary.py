@@ -97,6 +97,7 @@ def test_an_engine_that_is_gone_is_left_to_those_who_watch_it(engine):
         (HttpError("POST", URL, 400, "no log-probs here"), "gives no log-probs of tokens: .*no log-probs here"),
         ([{"meta_info": {}}] * 2, "gives no log-probs of tokens"),
         (answer([[5, 6, 8], [8, 9]]), "of other tokens than it was asked about"),
+        *((given, "gives no log-probs of tokens") for given in (None, 7, "<html>", [], [{}], {"error": "busy"})),
     ],
 )
 def test_what_is_no_answer(engine, given, problem):

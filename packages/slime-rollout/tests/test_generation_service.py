@@ -132,6 +132,12 @@ def test_one_that_cannot_keeps_it_and_says_so_once(service, engine, caplog):
     assert line == f"{engine.url} runs without --enable-memory-saver: it keeps its memory while it sleeps"
 
 
+def test_one_that_answers_something_else_is_replaced(service, engine):
+    engine.pages["/server_info"] = "busy"
+    service.sleep()
+    assert ("replace", [engine.url]) in service._engines.updates
+
+
 def test_one_that_stays_busy_is_replaced_where_that_is_wanted(service, engine, monkeypatch):
     monkeypatch.setattr("slime_rollout.engine.sleep.IDLE_SECONDS", 0.3)
     engine.pages["/server_info"] = {"enable_memory_saver": True}

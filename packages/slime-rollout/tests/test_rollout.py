@@ -47,6 +47,14 @@ def test_a_rollout(manager, engine, reply):
     assert batch.columns().batch() == batch
 
 
+def test_a_token_outside_the_models_vocabulary_becomes_no_sample(manager, engine, reply, tiny_model):
+    """It trained a row of padding, or ended the trainer."""
+    engine.answer = lambda number, body: reply(text="42", tokens=(5, 300, 0))
+    said = f"{engine.url}/generate: an engine gave the token 300, outside the model's vocabulary of 300"
+    with pytest.raises(GenerationError, match=re.escape(said)):
+        manager(hf_checkpoint=tiny_model).generate(0)
+
+
 def test_data_that_was_read_before_is_not_read_again(tokenizer_dir, write_rows, engine):
     path = Path(write_rows(ROWS))
     config = RolloutConfig.of(

@@ -129,6 +129,8 @@ class EngineCanary:
                 logger.warning("weights of %s are not compared with the trainer's: %s", url, error)
                 return None
             raise CanaryError(f"{url} gives no log-probs of tokens: {error}; {_ADVICE}") from error
+        if not isinstance(answers, list) or len(answers) != len(tokens.rows):
+            raise CanaryError(f"{url} gives no log-probs of tokens: {str(answers)[:200]}; {_ADVICE}")
         found = [value for row, one in zip(tokens.rows, answers, strict=True) for value in _read(url, row, one)]
         return found + (_decoded(url, tokens, answers[0]) if decodes else [])
 

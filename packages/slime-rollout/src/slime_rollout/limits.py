@@ -10,6 +10,8 @@ from typing import Any
 
 RESERVED = 7
 """Tokens of a context that SGLang 0.5.23 keeps free behind a prompt: it refuses one that leaves fewer."""
+LEAST_LOG_PROB, LARGEST_LOG_PROB = -1e30, 1e-2
+"""A log-prob (nats) is above the one, and the other at most: rounding may lift one above 0."""
 _UNUSED = 2  # of those, what a response does not get either
 
 

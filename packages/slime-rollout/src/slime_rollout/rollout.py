@@ -110,6 +110,7 @@ class RolloutManager:
         pipeline = GroupPipeline(config, scorers.of(config), teacher or make_teacher(config), self._sample_hooks)
         self._calls = SourceCalls(data.source, config)
         self._function, self._eval_function = find_functions(config, hook_args)
+        limits = ModelLimits.of(config.data.hf_checkpoint)
         self._client = client = EngineClient(
             router_url,
             concurrency=config.sampling.rollout_concurrency,
@@ -117,6 +118,7 @@ class RolloutManager:
             retry_delays=retry_delays,
             cache_namespace=cache_namespace,
             key=key,
+            vocab_size=limits.vocab_size,
         )
         context = GenerationContext(
             client=client,
@@ -126,7 +128,7 @@ class RolloutManager:
             args=hook_args,
             with_experts=config.sampling.use_rollout_routing_replay,
             turns=turns,
-            limits=ModelLimits.of(config.data.hf_checkpoint),
+            limits=limits,
         )
         keep = make_filter(config, hook_args)
         self._collector = Collector(config, self._calls, pipeline, keep, context, on_progress)

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from slime_core.errors import DataError
+from slime_core.redact import redacted
 from slime_core.types import Sample, Status
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data.chat import load_tokenizer
 from slime_rollout.errors import TEACHER_FAILURE, TeacherError, withdraw
 from slime_rollout.http import ATTEMPTS, REQUESTS, HttpError, Service, call
+from slime_rollout.limits import LARGEST_LOG_PROB, LEAST_LOG_PROB
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +27,6 @@ _ADDED = 32  # added ones, such as those of chat templates
 _SHOWN = 300  # characters
 _ANSWER_BYTES = 2**20  # of everything but the tokens
 _TOKEN_BYTES = 256  # of a token's log-prob and number, written as JSON
-_LARGEST = 1e300  # of finite numbers; NaN is not below it either
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,7 @@ class TeacherLogProbs:
         try:
             return read_log_probs(reply, sample.tokens[start:], self._vocabulary)
         except TeacherError as error:
-            raise TeacherError(f"{where}: the teacher at {self._service.url} {error}") from None
+            raise TeacherError(redacted(f"{where}: the teacher at {self._service.url} {error}")) from None
 
 
 def generate_url(url: str) -> str:
@@ -129,7 +130,7 @@ def read_log_probs(reply: Any, tokens: list[int], vocabulary: TeacherVocabulary)
     for place, ((value, shown), token) in enumerate(zip(entries, tokens, strict=True)):
         if type(shown) is not int or shown not in (token, 0 if token == vocabulary.shown_as_zero else token):
             raise TeacherError(f"answered about token {shown!r} in the place of token {token} ({place} from the start)")
-        if place > 0 and (type(value) not in (int, float) or not abs(value) <= _LARGEST):
+        if place > 0 and (type(value) not in (int, float) or not LEAST_LOG_PROB < value <= LARGEST_LOG_PROB):
             raise TeacherError(f"gave {value!r} as the log-prob of token {token} ({place - 1} of the response)")
     return [float(value) for value, _ in entries[1:]]
 
@@ -139,13 +140,14 @@ def _said(error: HttpError) -> str:
 
 
 def _refusal(error: HttpError) -> str:
+    teacher = f"the teacher at {redacted(error.url)}"
     if error.may_pass:
         return (
-            f"the teacher at {error.url} failed {ATTEMPTS} times, at last with {_said(error)}; look at its log, raise "
+            f"{teacher} failed {ATTEMPTS} times, at last with {_said(error)}; look at its log, raise "
             "--rm-timeout, or leave such samples out with --rm-on-failure drop"
         )
     return (
-        f"the teacher at {error.url} refused it ({_said(error)}); where it is too long, raise the teacher's "
+        f"{teacher} refused it ({_said(error)}); where it is too long, raise the teacher's "
         "--context-length, lower --rollout-max-response-len, or choose --rm-on-failure drop"
     )
 

@@ -97,7 +97,8 @@ def started(engine_config, tiny_model, logs):
 
 
 class Worker:
-    """A server that can be ended, and started again at the same address. ``answers``: what a GET of a path gives.
+    """A server that can be ended, and started again at the same address. ``answers``: what a GET of a path gives, as
+    bytes or to be written as JSON.
 
     One that is ``paused`` answers `/health` no more, as engines do, before it is told to go on.
     """
@@ -129,7 +130,7 @@ class Worker:
                 self.reply({"text": worker.name})
 
             def reply(self, answer):
-                content = json.dumps(answer).encode()
+                content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
                 self.send_response(404 if answer is None else 200)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(content)))

@@ -183,11 +183,63 @@ def test_what_is_no_sglang_engine(worker):
     with pytest.raises(ExternalEngineError, match=r"does not report what it is: GET http.*/server_info: HTTP 404"):
         ExternalEngine.probe(worker("other").url)
     odd = worker("odd", {"/server_info": {"model_path": "x"}, "/model_info": {}})
-    with pytest.raises(ExternalEngineError, match=f"{odd.url} answers, but not like an SGLang engine"):
+    with pytest.raises(ExternalEngineError, match=f"{odd.url}/server_info answers, but not like an SGLang engine"):
         ExternalEngine.probe(odd.url)
     odder = worker("odder", {"/server_info": [1], "/model_info": "x"})
     with pytest.raises(ExternalEngineError, match="not like an SGLang engine"):
         ExternalEngine.probe(odder.url)
+
+
+WRONG = {
+    "text": [None, 5, True, ["x"], {}],
+    "size": [None, 0, -1, 1.0, 1.5, True, "2", "", [1], {}],
+    "switch": [None, 0, 1, "true", "false", "", [], {}],
+}
+KINDS = {
+    **dict.fromkeys(("model_path", "dtype", "disaggregation_mode", "weight_version"), "text"),
+    **dict.fromkeys(("tp_size", "pp_size", "dp_size", "nnodes"), "size"),
+    **dict.fromkeys(("enable_deterministic_inference", "enable_return_routed_experts", "encoder_only"), "switch"),
+    "is_generation": "switch",
+}
+BODIES = (
+    *(b"null", b"7", b'"ok"', b"[]", b"{}", b"OK", b"<html>502</html>", b'{"error": "busy"}', b'{"model_path": "x"}'),
+    *(
+        b"[" * 100_000,
+        bytes(900),
+        json.dumps(SERVER | MODEL | {"tp_size": 1e400}).encode(),
+        json.dumps([SERVER | MODEL]).encode(),
+        json.dumps(SERVER | MODEL).encode()[:-9],
+    ),
+    json.dumps(SERVER | MODEL).encode("utf-16"),
+)
+
+
+def test_no_invalid_answer_about_an_engine_is_taken_and_each_is_said(worker):
+    """A size that was text, and a switch that was "false" and so on, were taken for something else."""
+    engine = worker("engine", {"/server_info": SERVER, "/model_info": MODEL})
+    assert ExternalEngine.probe(engine.url)  # what all cases begin with
+    whole = {"/server_info": SERVER, "/model_info": MODEL}
+    paths = {name: path for path, answer in whole.items() for name in answer}
+    cases = [(paths[name], {**whole[paths[name]], name: value}, name) for name in KINDS for value in WRONG[KINDS[name]]]
+    cases += [
+        ("/server_info", {**SERVER, "context_length": value}, "context_length") for value in ("9", -1, 0, 1.5, True)
+    ]
+    for path, answer in whole.items():
+        cases += [(path, {key: value for key, value in answer.items() if key != name}, name) for name in answer]
+        cases += [(path, body, "") for body in BODIES]
+    wrong = []
+    for path, answer, name in cases:
+        engine.answers.update(whole | {path: answer})
+        try:
+            outcome = str(ExternalEngine.probe(engine.url))
+        except ExternalEngineError as error:
+            outcome = str(error)
+            if f"{engine.url}{path} answers, but not like" in outcome and name in outcome and "\n" not in outcome:
+                continue
+        except Exception as error:
+            outcome = repr(error)
+        wrong.append(f"{path} {name} {str(answer)[:300]}: {outcome[:300]}")
+    assert len(cases) > 100 and not wrong, "\n".join([f"{len(wrong)} of {len(cases)}:", *wrong])
 
 
 def test_engines_that_fit():

@@ -58,20 +58,21 @@ MARK = "@@odd%d@@"
 
 @st.composite
 def good_replies(draw):
-    tokens = draw(st.lists(st.integers(0, 2**31 - 1), max_size=6))
+    finish = draw(
+        st.sampled_from(
+            [
+                {"type": "stop", "matched": 0},
+                {"type": "length", "length": 9},
+                {"type": "abort", "message": "Aborted", "status_code": None},
+                {"type": "stop", "matched": "NaN happened"},
+            ]
+        )
+    )
+    tokens = draw(st.lists(st.integers(0, 2**31 - 1), min_size=int(finish["type"] != "abort"), max_size=6))
     log_probs = [draw(st.floats(-50, 0)) for _ in tokens]
     meta = {
         "id": "a",
-        "finish_reason": draw(
-            st.sampled_from(
-                [
-                    {"type": "stop", "matched": 0},
-                    {"type": "length", "length": 9},
-                    {"type": "abort", "message": "Aborted", "status_code": None},
-                    {"type": "stop", "matched": "NaN happened"},
-                ]
-            )
-        ),
+        "finish_reason": finish,
         "weight_version": draw(st.sampled_from(["default", "0", "17"])),
         "output_token_logprobs": [[p, token, None] for p, token in zip(log_probs, tokens, strict=True)],
         "completion_tokens": len(tokens),

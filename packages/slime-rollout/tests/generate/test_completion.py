@@ -70,6 +70,7 @@ def test_kept_tokens_and_log_probs_over_them(reply):
     assert (done.kept_tokens, done.log_probs) == ("5 9;6;", [-0.25, 0.0])
     assert done.certain({}).kept_tokens == "5 9;"
     assert read(reply(tokens=(5, 6))).kept_tokens is None
+    assert with_kept(reply(tokens=(), finish={"type": "abort"}), None, None).kept_tokens == ""
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,8 @@ def test_experts_are_a_row_for_each_token_but_the_last(reply):
     assert done.certain({}).experts_TW.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert done.certain({"stop": "abc"}).experts_TW is None
     assert read(reply(tokens=(5, 6))).experts_TW is None
-    assert Completion.from_json(orjson.dumps(reply(tokens=())), expert_rows=1).experts_TW is None
+    unanswered = reply(tokens=(), finish={"type": "abort"})
+    assert Completion.from_json(orjson.dumps(unanswered), expert_rows=1).experts_TW is None
 
 
 @pytest.mark.parametrize(

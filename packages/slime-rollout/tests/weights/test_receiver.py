@@ -436,6 +436,18 @@ def test_checksums_that_are_not_the_senders_are_an_error(engines, first, hf_chec
     assert caught.value.url == lying.url and engines[0].version == "0"
 
 
+@pytest.mark.parametrize("answer", [{}, [], "ok", None, {"path": "/x"}, {"path": "/x", "checksums": 7}])
+def test_what_is_no_receivers_answer_is_an_error_that_names_it(engines, first, hf_checkpoint, source, answer):
+    engines[1].answers["/pull"] = answer
+    other = (engines[1].url,)
+    channel = DeltaWeightChannel(
+        (engines[0].url,), directory=str(source), hf_checkpoint=str(hf_checkpoint), receivers=other
+    )
+    with pytest.raises(WeightSyncError, match=f"{engines[1].url}/pull answered .*not as a receiver does") as caught:
+        push(channel, first, 1)
+    assert caught.value.url == engines[1].url and engines[0].version == "0"
+
+
 def test_after_an_error_the_next_version_is_whole(channel, tmp_path, first, step):
     push(channel, first, 1)
     channel.begin(WeightUpdate(version=2))

@@ -17,12 +17,15 @@ if TYPE_CHECKING:
     from numpy import unsignedinteger
     from numpy.typing import NDArray
 
+EXPERTS = 2**16
+"""Numbers of experts are below."""
+
 _HEAD = re.compile(r"([1-9]\d{0,5})x([12]):")
 _FORM = "text such as '16x1:AAEC…' (slime_core.types.routed)"
 
 
 def routed_text(rows_TW: NDArray[Any]) -> str:
-    """The rows of T tokens as text. Numbers are 0 or more, and below 65536."""
+    """The rows of T tokens as text. Numbers are 0 or more, and below :data:`EXPERTS`."""
     import numpy as np
 
     size = 1 if not rows_TW.size or rows_TW.max() < 256 else 2

@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+import msgspec
 
 from slime_rollout.engine import EngineDiedError, ExternalEngineError
 from slime_rollout.engine.addresses import Ports
@@ -18,7 +20,7 @@ from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.fleet import Fleet, Progress
 from slime_rollout.engine.server import EngineSpec, answers, wait_for
 from slime_rollout.engine.slots import RouterSlot
-from slime_rollout.http import INCOMPLETE, HttpError, call
+from slime_rollout.http import INCOMPLETE, HttpError, call, excerpt
 
 logger = logging.getLogger(__name__)
 
@@ -54,30 +56,59 @@ class ExternalEngine:
     @classmethod
     def probe(cls, url: str, key: str | None = None) -> ExternalEngine:
         """Ask a running engine; `ExternalEngineError` if it does not answer, or not like an SGLang engine."""
-        try:
-            server = call("GET", f"{url}/server_info", key=key, timeout=PROBE_TIMEOUT_SECONDS)
-            model = call("GET", f"{url}/model_info", key=key, timeout=PROBE_TIMEOUT_SECONDS)
-            sizes = {name: int(server[name.replace("-", "_")]) for name in ("pp-size", "dp-size", "nnodes")}
-            return cls(
-                url=url,
-                model_path=str(server["model_path"]),
-                dtype=str(server["dtype"]),
-                context_length=server["context_length"],
-                tp_size=int(server["tp_size"]),
-                other_sizes={name: size for name, size in sizes.items() if size != 1},
-                weight_version=str(model["weight_version"]),
-                deterministic=bool(server["enable_deterministic_inference"]),
-                returns_experts=bool(server["enable_return_routed_experts"]),
-                generates=bool(model["is_generation"])
-                and server["disaggregation_mode"] == "null"
-                and not server["encoder_only"],
-            )
-        except HttpError as error:
-            raise ExternalEngineError(f"the engine {url} does not report what it is: {error}") from error
-        except (KeyError, TypeError, ValueError) as error:
-            raise ExternalEngineError(
-                f"{url} answers, but not like an SGLang engine ({error!r}); slime was tested with SGLang 0.5.23"
-            ) from error
+        server, model = _page(url, "/server_info", _Server, key), _page(url, "/model_info", _Model, key)
+        sizes = {"pp-size": server.pp_size, "dp-size": server.dp_size, "nnodes": server.nnodes}
+        return cls(
+            url=url,
+            model_path=server.model_path,
+            dtype=server.dtype,
+            context_length=server.context_length,
+            tp_size=server.tp_size,
+            other_sizes={name: size for name, size in sizes.items() if size != 1},
+            weight_version=model.weight_version,
+            deterministic=server.enable_deterministic_inference,
+            returns_experts=server.enable_return_routed_experts,
+            generates=model.is_generation and server.disaggregation_mode == "null" and not server.encoder_only,
+        )
+
+
+_Size = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Server(msgspec.Struct):
+    """The fields of `/server_info` that count here."""
+
+    model_path: str
+    dtype: str
+    context_length: _Size | None
+    tp_size: _Size
+    pp_size: _Size
+    dp_size: _Size
+    nnodes: _Size
+    enable_deterministic_inference: bool
+    enable_return_routed_experts: bool
+    disaggregation_mode: str
+    encoder_only: bool
+
+
+class _Model(msgspec.Struct):
+    """Those of `/model_info`."""
+
+    weight_version: str
+    is_generation: bool
+
+
+def _page(url: str, path: str, kind: type[T], key: str | None) -> T:
+    """A page of an engine; see :meth:`ExternalEngine.probe`."""
+    try:
+        return msgspec.convert(call("GET", url + path, key=key, timeout=PROBE_TIMEOUT_SECONDS), kind)
+    except HttpError as error:
+        raise ExternalEngineError(f"the engine {url} does not report what it is: {error}") from error
+    except msgspec.ValidationError as error:
+        raise ExternalEngineError(
+            f"{url}{path} answers, but not like an SGLang engine ({excerpt(str(error))}); slime was tested with "
+            "SGLang 0.5.23"
+        ) from error
 
 
 def mismatches(engines: Sequence[ExternalEngine], wanted: EngineSpec, *, weights_follow: bool) -> list[str]:

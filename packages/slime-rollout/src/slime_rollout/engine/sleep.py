@@ -49,6 +49,8 @@ class EngineMemory:
     def _release(self, url: str, down_to: Held) -> None:
         if url not in self._released:
             found = call("GET", f"{url}/server_info", key=self._key)
+            if not isinstance(found, dict):
+                raise HttpError("GET", f"{url}/server_info", 200, f"not about an engine: {str(found)[:200]}")
             if not found.get("enable_memory_saver"):
                 level = logging.INFO if found.get("device") == "cpu" else logging.WARNING
                 logger.log(level, "%s runs without --enable-memory-saver: it keeps its memory while it sleeps", url)

@@ -69,6 +69,7 @@ class EngineClient:
         cache_namespace: Called before each attempt: engines share cached prefixes only among requests of one namespace
             (SGLang's ``extra_key``); ``None`` is a namespace, too.
         key: API key of router and engines.
+        vocab_size: Of the model, where it is known: an answer with other token ids is refused.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class EngineClient:
         retry_delays: Sequence[float] = RETRY_DELAYS,
         cache_namespace: Callable[[], str | None] = lambda: None,
         key: str | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         self._url = url.rstrip("/")
         self._where = f"{self._url}/generate"
@@ -90,6 +92,7 @@ class EngineClient:
             self._places.put_nowait(None)
         self._timeout = timeout
         self._key = key
+        self._vocab_size = vocab_size
         self._retries = Retries(retry_delays)
         self._prefix = f"{uuid.uuid4().hex}-"
         self._numbers = itertools.count()
@@ -171,7 +174,7 @@ class EngineClient:
                             reply = await exchange(
                                 control.session, "POST", to, content, headers=headers, strict=True, most=most
                             )
-                        part = Completion.from_json(reply, with_kept=with_kept, expert_rows=rows)
+                        part = self._read(to, reply, _room(body, done), with_kept=with_kept, expert_rows=rows)
                         if not request.held or part.status is not Status.ABORTED or request.stopped:
                             break
                         done, part = done.followed_by(part.certain(sampling_params)), Completion.nothing()
@@ -304,6 +307,15 @@ class EngineClient:
             raise GenerationError(
                 f"a request cannot be written as JSON ({error}); give token ids and sampling_params as plain values"
             ) from error
+
+    def _read(self, url: str, reply: bytes, most: int | None, **asked: Any) -> Completion:
+        """As :meth:`Completion.from_json`; errors name the address that has answered."""
+        try:
+            return Completion.from_json(reply, most=most, vocab_size=self._vocab_size, **asked)
+        except FailedUpdateError:
+            raise
+        except GenerationError as error:
+            raise GenerationError(f"{url}: {error}") from error
 
     async def _pause_after(self, error: HttpError, control: EngineControl, request: _Request) -> None:
         """Wait until the next attempt. Raises GenerationError if there can be none."""
@@ -515,11 +527,17 @@ def _continued(body: dict[str, Any], done: Completion) -> dict[str, Any]:
     if not done.tokens:
         return body
     continued = body | {"input_ids": [*body["input_ids"], *done.tokens]}
-    if (longest := body["sampling_params"].get("max_new_tokens")) is not None:
-        continued["sampling_params"] = body["sampling_params"] | {"max_new_tokens": longest - len(done.tokens)}
+    if (room := _room(body, done)) is not None:
+        continued["sampling_params"] = body["sampling_params"] | {"max_new_tokens": room}
     if done.experts_TW is not None:
         continued["routed_experts_start_len"] = body["routed_experts_start_len"] + len(done.experts_TW)
     return continued
+
+
+def _room(body: dict[str, Any], done: Completion) -> int | None:
+    """Most tokens that may come after those of ``done``; ``None`` where the request names no limit."""
+    longest = body["sampling_params"].get("max_new_tokens")
+    return None if longest is None else longest - len(done.tokens)
 
 
 def _most_bytes(input_tokens: int, sampling_params: dict[str, Any], *, with_kept: bool, experts: bool) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -14,8 +15,10 @@ from numpy.typing import NDArray
 
 from slime_core.types import Status
 from slime_core.types.kept import kept_text
+from slime_core.types.routed import EXPERTS
 from slime_rollout.errors import GenerationError
 from slime_rollout.http import INCOMPLETE, excerpt
+from slime_rollout.limits import LARGEST_LOG_PROB, LEAST_LOG_PROB
 
 _STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 _NOT_A_NUMBER = "NaN happened"  # what SGLang says it has matched then
@@ -28,7 +31,7 @@ _VERSION_DIGITS = 18
 _SHOWN = 300
 
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-_LogProb = Annotated[float, msgspec.Meta(gt=-1e30, le=1e-2)]  # nats; rounding may lift one above 0
+_LogProb = Annotated[float, msgspec.Meta(gt=LEAST_LOG_PROB, le=LARGEST_LOG_PROB)]
 _Place = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
@@ -47,6 +50,7 @@ class _Span(msgspec.Struct):
 class _Meta(msgspec.Struct):
     finish_reason: _Finish
     weight_version: str
+    completion_tokens: _Place | None = None
     output_token_logprobs: list[tuple[_LogProb, int, Any]] | None = None
     output_token_sampling_mask: list[list[_Token]] | None = None
     output_token_sampling_logprobs: list[_LogProb] | None = None
@@ -104,14 +108,27 @@ class Completion:
         return None if self.kept is None else kept_text(self.kept)
 
     @classmethod
-    def from_json(cls, content: bytes, *, with_kept: bool = False, expert_rows: int | None = None) -> Completion:
+    def from_json(
+        cls,
+        content: bytes,
+        *,
+        with_kept: bool = False,
+        expert_rows: int | None = None,
+        most: int | None = None,
+        vocab_size: int | None = None,
+    ) -> Completion:
         """Read the body of a reply: JSON to checked fields in one pass.
 
-        ``with_kept`` wants the tokens kept, too, and ``expert_rows`` the experts, of so many tokens of the input
-        besides those that were sampled.
+        Args:
+            content: The body.
+            with_kept: Whether the tokens kept were asked for.
+            expert_rows: Of how many tokens of the input the experts were asked for, besides those that were sampled.
+            most: Most tokens that were asked for; ``None`` for any number.
+            vocab_size: Token ids are below; ``None`` if that is not known.
 
-        Raises `GenerationError` if it is invalid, and `FailedUpdateError` if the weights are those of an update that
-        failed.
+        Raises:
+            GenerationError: The reply is invalid, or is not to what was asked.
+            FailedUpdateError: The weights are those of an update that failed.
         """
         try:
             reply = _decoder.decode(content)
@@ -125,10 +142,11 @@ class Completion:
             ) from error
         meta, tokens = reply.meta_info, reply.output_ids
         versions = _versions(meta, len(tokens))  # first: nothing else counts in a reply with weights of a failed update
+        _check_tokens(reply, most, vocab_size)
         return cls(
             text=reply.text,
             tokens=tokens,
-            log_probs=_kept_log_probs(tokens, meta) if with_kept else _log_probs(tokens, meta),
+            log_probs=_kept_log_probs(tokens, meta, vocab_size) if with_kept else _log_probs(tokens, meta),
             weight_versions=versions,
             kept=meta.output_token_sampling_mask or [] if with_kept else None,
             experts_TW=None if expert_rows is None or not tokens else _experts(meta, expert_rows + len(tokens)),
@@ -218,6 +236,24 @@ def most_tokens(stops: Sequence[str]) -> int:
     return max((len(stop.encode(errors="replace")) for stop in stops), default=0)
 
 
+def _check_tokens(reply: _Reply, most: int | None, vocab_size: int | None) -> None:
+    """Raise GenerationError unless these tokens can be the reply to a request for ``most`` at most."""
+    count, end = len(reply.output_ids), reply.meta_info.finish_reason.type
+    if most is not None and count > most:
+        raise GenerationError(f"an engine gave {count} tokens where at most {most} were asked for")
+    if not count and end != "abort" and most != 0:
+        raise GenerationError(f"an engine ended a response ({end}) without a token")
+    _check_vocabulary(max(reply.output_ids, default=0), vocab_size)
+
+
+def _check_vocabulary(largest: int, vocab_size: int | None) -> None:
+    if vocab_size is not None and largest >= vocab_size:
+        raise GenerationError(
+            f"an engine gave the token {largest}, outside the model's vocabulary of {vocab_size}; it must serve the "
+            "model of --hf-checkpoint"
+        )
+
+
 def _log_probs(tokens: list[int], meta: _Meta) -> list[float]:
     """The log-prob of each token.
 
@@ -235,10 +271,12 @@ def _log_probs(tokens: list[int], meta: _Meta) -> list[float]:
         raise GenerationError(
             f"an engine gave the log-prob of token {entries[place][1]} for token {tokens[place]} (place {place})"
         )
+    if (said := meta.completion_tokens) is not None and said != len(tokens):
+        raise GenerationError(f"an engine says that it sampled {said} tokens, and gave {len(tokens)}")
     return own
 
 
-def _kept_log_probs(tokens: list[int], meta: _Meta) -> list[float]:
+def _kept_log_probs(tokens: list[int], meta: _Meta, vocab_size: int | None) -> list[float]:
     """The log-prob of each token over the tokens kept. Raises GenerationError unless it is one of them."""
     _log_probs(tokens, meta)
     kept, log_probs = meta.output_token_sampling_mask or [], meta.output_token_sampling_logprobs or []
@@ -248,9 +286,21 @@ def _kept_log_probs(tokens: list[int], meta: _Meta) -> list[float]:
             "--rollout-top-p, --rollout-top-k or --rollout-min-p needs (return_sampling_mask of SGLang 0.5.23); take "
             "such an engine, or leave these flags out"
         )
-    for place, (ids, token) in enumerate(zip(kept, tokens, strict=True)):
-        if token not in ids:
-            raise GenerationError(f"an engine sampled token {token} (place {place}) from tokens without it: {ids[:8]}")
+    counts_R = np.fromiter(map(len, kept), np.int64, len(kept))
+    ids_K = np.fromiter(itertools.chain.from_iterable(kept), np.int64, int(counts_R.sum()))  # a set after the other
+    _check_vocabulary(int(ids_K.max(initial=0)), vocab_size)
+    rows_K = np.repeat(np.arange(len(kept)), counts_R)
+    found_R = np.bincount(rows_K[ids_K == np.repeat(tokens, counts_R)], minlength=len(kept))
+    if len(lacking := np.flatnonzero(found_R == 0)):
+        place = int(lacking[0])
+        raise GenerationError(
+            f"an engine sampled token {tokens[place]} (place {place}) from tokens without it: {kept[place][:8]}"
+        )
+    sorted_K = np.sort(rows_K << 31 | ids_K)  # ids have 31 bits
+    if len(twice := np.flatnonzero(sorted_K[1:] == sorted_K[:-1])):
+        raise GenerationError(
+            f"an engine names a token twice among those that it sampled place {int(sorted_K[twice[0]] >> 31)} from"
+        )
     return log_probs
 
 
@@ -260,7 +310,7 @@ def _experts(meta: _Meta, count: int) -> NDArray[np.int32]:
         flat = np.frombuffer(base64.b64decode(meta.routed_experts or "", validate=True), "<i4")
     except ValueError as error:
         raise GenerationError(f"an engine's routed_experts are invalid: {error}") from error
-    if not flat.size or not count or flat.size % count or flat.min() < 0:
+    if not flat.size or not count or flat.size % count or flat.min() < 0 or flat.max() >= EXPERTS:
         raise GenerationError(
             f"an engine gave {flat.size} numbers of experts for {count} tokens, which --use-rollout-routing-replay "
             "needs (return_routed_experts of SGLang 0.5.23, a model with experts); take such an engine, or leave the "
@@ -277,13 +327,19 @@ def _not_a_number() -> GenerationError:
 
 def _versions(meta: _Meta, length: int) -> list[int]:
     """The version of each token: from SGLang's spans where weights changed midway, else one for all."""
-    versions = [_number(meta.weight_version)] * length
-    for span in meta.weight_versions or ():
-        start, end = span.start, min(span.end, length)
-        if start > end:
-            raise GenerationError(f"an engine names weight versions of tokens {start} to {end}, of {length} in all")
-        versions[start:end] = [_number(span.version)] * (end - start)
-    return versions
+    version = _number(meta.weight_version)
+    if meta.weight_versions is None:
+        return [version] * length
+    versions: list[int] = []
+    for span in meta.weight_versions:
+        if span.start != len(versions) or span.end < span.start:
+            break
+        versions += [_number(span.version)] * (min(span.end, length) - span.start)
+    else:
+        if len(versions) == length:
+            return versions
+    named = ", ".join(f"{span.start} to {span.end}" for span in meta.weight_versions[:8]) or "none"
+    raise GenerationError(f"an engine names weight versions of other tokens ({named}) than the {length} that it gave")
 
 
 def _number(version: str) -> int:

@@ -205,17 +205,20 @@ def check_label(rule: str, label: str | None, source: str = "--rm-type") -> str 
     return None
 
 
-def read_reward(value: Any, keys: Collection[str | None] = ()) -> RewardValue | None:
-    """A finite number as a plain float, or parts by name; ``None`` for anything else.
+_LARGEST = (2 - 2**-23) * 2.0**127  # of float32
 
-    Of the parts, those that ``keys`` name must be finite numbers if they are there, and one must be in any case. Others
+
+def read_reward(value: Any, keys: Collection[str | None] = ()) -> RewardValue | None:
+    """A finite number of float32 as a plain float, or parts by name; ``None`` for anything else.
+
+    Of the parts, those that ``keys`` name must be such numbers if they are there, and one must be in any case. Others
     are carried as they are, such as the answer that was found; what JSON cannot hold is left out.
     """
     try:
         if not isinstance(value, dict):
             return _finite(value)
         parts = {str(name): _part(entry) for name, entry in value.items()}
-        are_finite = {name: isinstance(part, float) and math.isfinite(part) for name, part in parts.items()}
+        are_finite = {name: isinstance(part, float) and abs(part) <= _LARGEST for name, part in parts.items()}
     except Exception:  # `__float__` of a user-defined class may raise anything
         return None
     if not any(are_finite.values()) or not all(are_finite.get(key or "", True) for key in keys):
@@ -230,6 +233,6 @@ def _part(entry: Any) -> Any:
 
 def _finite(value: Any) -> float:
     number = math.nan if isinstance(value, str | bytes) else float(scalar(value))
-    if not math.isfinite(number):
+    if not abs(number) <= _LARGEST:  # nor is NaN
         raise ValueError
     return number

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from slime_core.errors import DataError
 from slime_core.hooks import HookArgs
 from slime_core.interfaces import GroupReward, Reward, RewardValue
+from slime_core.redact import redacted
 from slime_core.types import Sample
 from slime_rollout.config import RolloutConfig
 from slime_rollout.errors import FailureLimit, RewardError, Tolerance, VerifierError
@@ -149,7 +150,7 @@ class RowRuleReward:
             remote = RemoteReward(
                 settings.rm_url or "", timeout=timeout, boxed=name.startswith(BOXED), keys=self._names
             )
-            service = f"the service of --rm-url {settings.rm_url}"
+            service = f"the service of --rm-url {redacted(settings.rm_url or '')}"
             limit = WITH_A_SERVICE
             tolerance = Tolerance(names=self._names, drop=drop, replaces=replaces, name=service, limit=limit)
             return tolerance.each(remote)
@@ -186,12 +187,12 @@ class RemoteReward:
 
     Refused connections, 408, 429 and 5xx are tried four times; any other 4xx ends the run: every sample would get it.
     ``boxed`` sends as response what the last ``\boxed{…}`` holds, nothing where there is none. ``keys`` are parts that
-    somebody trains on or reports.
+    somebody trains on or reports; an object has one of them.
     """
 
     def __init__(self, url: str, *, timeout: float, boxed: bool = False, keys: Collection[str] = ()) -> None:
         self._service = Service(url, timeout=timeout)
-        self._boxed, self._keys = boxed, keys
+        self._boxed, self._keys = boxed, frozenset(keys)
 
     async def __call__(self, sample: Sample) -> RewardValue:
         """The service's value. Raises `VerifierError` if it failed, `RewardError` if it refused the request."""
@@ -204,8 +205,9 @@ class RemoteReward:
                 raise VerifierError(str(error)) from error
             raise RewardError(f"--rm-url refused sample {sample.index}: {error}") from error
         reward = read_reward(answer, self._keys)
+        said = redacted(f"{self._service.url} answered {str(answer)[:200]!r}")  # services repeat what they were sent
         if reward is None:
-            raise VerifierError(
-                f"{self._service.url} answered {str(answer)[:200]!r}, not a finite number or an object of them"
-            )
+            raise VerifierError(f"{said}, not a finite number or an object of them (of float32)")
+        if isinstance(reward, dict) and self._keys and self._keys.isdisjoint(reward):
+            raise VerifierError(f"{said}, without {' or '.join(sorted(self._keys))}, which --reward-key names")
         return reward

@@ -202,10 +202,16 @@ class DeltaWeightChannel(_FileChannel):
         """Have a receiver apply the version; returns what engines load."""
         answer = self._post(receiver, "/pull", {"version": self._version}, is_long=True)
         try:
-            verify_checksums(answer["checksums"], self._after)
+            path, checksums = str(answer["path"]), dict(answer["checksums"])
+            verify_checksums(checksums, self._after)
         except IntegrityError as error:
             raise self._error(f"{receiver}: {error}", receiver) from error
-        return str(answer["path"])
+        except (KeyError, TypeError, ValueError) as error:
+            text = (
+                f"{receiver}/pull answered {str(answer)[:200]!r}, and not as a receiver does; look at what runs there"
+            )
+            raise self._error(text, receiver) from error
+        return path
 
     def _confirmed(self) -> None:
         super()._confirmed()

@@ -73,7 +73,7 @@ def engine_checksums(url: str, *, timeout: float, key: str | None = None) -> lis
     try:
         answer = call("POST", f"{url}/weights_checker", {"action": "checksum"}, key=key, timeout=timeout)
         return [dict(rank["checksums"]) for rank in answer["ranks"]]
-    except (HttpError, KeyError, TypeError) as error:
+    except (HttpError, KeyError, TypeError, ValueError) as error:
         silent = (url,) if isinstance(error, HttpError) and error.timed_out else ()
         raise WeightSyncError(f"{url} gives no checksums of its weights: {error}", url=url, silent=silent) from error
 
