@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 
 from slime_core.errors import DataError
-from slime_core.files import open_file, open_to_append, read_bytes, read_gzip, read_text, whole_file, write_whole
+from slime_core.files import (
+    MOST_BYTES,
+    check_folder,
+    open_file,
+    open_to_append,
+    read_bytes,
+    read_gzip,
+    read_text,
+    whole_file,
+    write_whole,
+)
 
 
 def names(directory):
@@ -109,6 +119,26 @@ def no_file(request, tmp_path):
 def test_what_has_no_end_is_not_read(no_file, read):
     with pytest.raises(DataError, match=f"^{no_file} is not a regular file, so it is not read"):
         read(no_file)
+
+
+def test_a_folder_that_another_library_reads_has_an_end(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "more").mkdir()
+    (tmp_path / "model.safetensors").symlink_to("more")
+    (tmp_path / "gone").symlink_to("nowhere")
+    check_folder(tmp_path)
+    os.mkfifo(tmp_path / "vocab.json")
+    with pytest.raises(DataError, match=r"vocab\.json is not a regular file, so .* is not read; remove it"):
+        check_folder(tmp_path)
+    (tmp_path / "vocab.json").unlink()
+    (tmp_path / "vocab.json").symlink_to("/dev/zero")
+    with pytest.raises(DataError, match=r"vocab\.json is not a regular file"):
+        check_folder(tmp_path)
+    (tmp_path / "vocab.json").unlink()
+    with (tmp_path / "vocab.json").open("wb") as file:
+        file.truncate(MOST_BYTES + 1)
+    with pytest.raises(DataError, match=r"vocab\.json has 1,073,741,825 bytes; at most 1,073,741,824 are read"):
+        check_folder(tmp_path)
 
 
 def test_a_file_is_read_up_to_a_size(tmp_path):

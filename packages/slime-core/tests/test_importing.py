@@ -1,11 +1,22 @@
 import gc
 import importlib.util
+import os
+import subprocess
 import sys
 from importlib import metadata
 
 import pytest
 
-from slime_core.importing import install_command, install_hint, without_collections, without_packages
+from slime_core.importing import (
+    BY_US,
+    SAFE_PATH,
+    install_command,
+    install_hint,
+    keep_to_installed,
+    leave_to_user,
+    without_collections,
+    without_packages,
+)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -34,6 +45,28 @@ def test_a_package_is_absent_in_the_block_alone_and_stays_where_it_was_imported(
     import colorsys
 
     assert colorsys.rgb_to_hsv(0, 0, 0) == (0, 0, 0)
+
+
+def test_a_process_that_is_started_runs_nothing_of_the_working_folder(tmp_path, monkeypatch):
+    monkeypatch.delenv(SAFE_PATH, raising=False)
+    (tmp_path / "json.py").write_text("print('theirs')")
+
+    def said(code="import json"):
+        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    assert said() == "theirs\n"
+    with keep_to_installed():
+        assert said() == ""
+        # Python's own libraries start processes by `-c`, too.
+        assert said("import multiprocessing as m; m.get_context('spawn').Process(target=print).start()") == "\n"
+        leave_to_user()
+        assert said() == "theirs\n"
+    assert SAFE_PATH not in os.environ
+    monkeypatch.setenv(SAFE_PATH, "of the user's")
+    with keep_to_installed():
+        leave_to_user()
+    assert os.environ[SAFE_PATH] == "of the user's" != BY_US
 
 
 def test_a_hint_names_what_is_on_an_index_and_not_our_package(monkeypatch):

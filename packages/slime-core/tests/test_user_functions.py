@@ -1,3 +1,7 @@
+import importlib
+import sys
+from pathlib import Path
+
 import pytest
 
 from slime_core.errors import ConfigError
@@ -40,6 +44,27 @@ def test_a_function_of_a_package(tmp_path, monkeypatch, path):
     (tmp_path / "my_package" / "functions.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
     assert load_function(path, "--f", arguments=ARGUMENTS)(None, None) == 3
+
+
+def test_a_folders_modules_are_found_for_what_is_named_there_and_after_all_others(tmp_path, monkeypatch):
+    (tmp_path / "here_alone.py").write_text("import colorsys\ndef score(): return colorsys.__file__\n")
+    for name in ("colorsys", "textwrap", "an_extra_that_is_not_installed"):
+        (tmp_path / f"{name}.py").write_text("raise ZeroDivisionError")
+    path = [entry for entry in sys.path if entry not in ("", str(tmp_path))]
+    monkeypatch.setattr(sys, "path", list(path))
+    monkeypatch.chdir(tmp_path)
+    for installed in ("textwrap.dedent", "slime_core.words:counted"):
+        monkeypatch.delitem(sys.modules, "textwrap", raising=False)
+        assert load_function(installed, "--custom-rm-path").__module__ == installed.partition(":")[0].removesuffix(
+            ".dedent"
+        )
+        assert sys.path == path, "nothing of the folder is named"
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("an_extra_that_is_not_installed")
+    assert Path(load_function("here_alone.score", "--custom-rm-path")()).parent != tmp_path
+    assert sys.path == [*path, str(tmp_path)]
+    load_function("here_alone.score", "--custom-rm-path")
+    assert sys.path == [*path, str(tmp_path)]
 
 
 def test_a_file_is_loaded_once(file):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ import psutil
 import pytest
 
 from slime_core.errors import DataError
+from slime_core.user_functions import load_function
 from slime_launch.calls import SIGNALS, Watch, Worker, gather, prepare
 from slime_launch.config import ClusterConfig
 from slime_launch.errors import LostContactError, PlacementError, RunError, Stopped, TrainerLostError
@@ -75,8 +77,11 @@ class Part:
         time.sleep(1.5)
         self.die()
 
-    def where(self) -> tuple[str, str]:
-        return str(Path.cwd()), sys.path[0]
+    def where(self) -> tuple[str, list[str], bool]:
+        return str(Path.cwd()), sys.path, sys.flags.safe_path
+
+    def load(self, path: str) -> str:
+        return str(load_function(path, "--custom-rm-path")())
 
     def variable(self, name: str) -> str | None:
         return os.environ.get(name)
@@ -91,6 +96,9 @@ class Part:
 @pytest.fixture(scope="module")
 def group():
     with ray_runtime(CLUSTER, address=None) as runtime:
+        import ray
+
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers don't look in the working folder
         yield reserve(plan_layout(CLUSTER, cuda=runtime.cuda), timeout=60, watch=Watch())
 
 
@@ -374,7 +382,14 @@ def test_a_signal_is_heard_while_waiting(part):
 
 
 def test_a_worker_works_where_the_launcher_does(part, tmp_path):
-    assert part.call("where") == (str(tmp_path), str(tmp_path))
+    folder, path, is_safe = part.call("where")
+    assert folder == str(tmp_path)
+    assert is_safe and not {folder, "", str(Path.cwd())} & {*path}
+    assert part.call("variable", "PYTHONSAFEPATH") is None, "what functions of the user start looks everywhere"
+    (tmp_path / "of_the_user.py").write_text("import json\ndef score(): return json.__file__\n")
+    (tmp_path / "json.py").write_text("raise ZeroDivisionError")
+    assert part.call("load", "of_the_user.score") == json.__file__
+    assert part.call("where")[1] == [*path, folder]
 
 
 def test_threads_are_limited(part):

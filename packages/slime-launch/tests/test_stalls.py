@@ -51,6 +51,9 @@ class Part:
 @pytest.fixture(scope="module")
 def own_ray() -> Iterator[RayRuntime]:
     with ray_runtime(CLUSTER, address=None) as runtime:
+        import ray
+
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers don't look in the working folder
         yield runtime
 
 

@@ -21,6 +21,7 @@ from slime_core.errors import DataError
 MOST_BYTES = 2**30
 """Of a file that is read whole."""
 _SUFFIX = ".partial"
+_TEXTS = (".json", ".jinja", ".txt", ".model", ".jsonl", ".tiktoken")
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -110,6 +111,22 @@ def open_file(path: Path) -> BinaryIO:
         os.close(handle)
         raise DataError(f"{path} is not a regular file, so it is not read; remove it")
     return os.fdopen(handle, "rb")
+
+
+def check_folder(folder: Path) -> None:
+    """Look at a folder whose files another library will read, such as a tokenizer's.
+
+    Raises:
+        DataError: There is a pipe or a device in it, or a text of more than :data:`MOST_BYTES`.
+        OSError: It cannot be read.
+    """
+    for entry in os.scandir(folder):
+        with contextlib.suppress(FileNotFoundError):  # a link to nothing
+            found = entry.stat()
+            if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+                raise DataError(f"{entry.path} is not a regular file, so {folder} is not read; remove it")
+            if entry.name.endswith(_TEXTS) and found.st_size > MOST_BYTES:
+                raise DataError(f"{entry.path} has {found.st_size:,} bytes; at most {MOST_BYTES:,} are read")
 
 
 def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:

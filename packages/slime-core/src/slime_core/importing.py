@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import re
 import shlex
 import sys
@@ -41,6 +42,34 @@ def without_packages(*names: str) -> Iterator[None]:
     finally:
         for name in absent:
             del sys.modules[name]
+
+
+SAFE_PATH, BY_US = "PYTHONSAFEPATH", "of a command of slime"
+
+
+@contextlib.contextmanager
+def keep_to_installed() -> Iterator[None]:
+    """Within the block, Python processes that are started import no module because it lies in the working folder.
+
+    Python looks there first in what is started by ``-c`` or ``-m``, as its own libraries do, and any folder may
+    hold a ``json.py``.
+    """
+    is_given = SAFE_PATH in os.environ
+    os.environ.setdefault(SAFE_PATH, BY_US)
+    try:
+        yield
+    finally:
+        if not is_given:
+            os.environ.pop(SAFE_PATH, None)
+
+
+def leave_to_user() -> None:
+    """Have processes that a user's functions start from here on find modules as ever, unless the user said otherwise.
+
+    What Python's own libraries start is as this process, which may have been started in :func:`keep_to_installed`.
+    """
+    if os.environ.get(SAFE_PATH) == BY_US:
+        del os.environ[SAFE_PATH]
 
 
 def install_hint(distribution: str, extra: str) -> str:

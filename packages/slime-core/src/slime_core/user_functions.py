@@ -45,6 +45,7 @@ def load_function(
     elif not module_path or not name.isidentifier() or path.endswith(".py"):
         raise ConfigError(f"{flag} {path} names no function; write pkg.mod.fn, pkg.mod:fn or file.py:fn")
     try:
+        _find_in_working_folder(module_path)
         module = _load_file(Path(module_path)) if module_path.endswith(".py") else importlib.import_module(module_path)
     except (Exception, SystemExit) as error:  # the user's module runs here, and raises what it likes
         raise ConfigError(f"{flag} {path}: {module_path} does not load: {type(error).__name__}: {error}") from error
@@ -57,6 +58,20 @@ def load_function(
     if arguments is not None:
         _check_signature(function, f"{flag} {path}", arguments)
     return function  # type: ignore[no-any-return]
+
+
+def _find_in_working_folder(module_path: str) -> None:
+    """Have modules of the working folder found, after all others, for the user's file or module that is not installed.
+
+    Not otherwise: a folder may be somebody else's, with modules of any name in it.
+    """
+    folder = str(Path.cwd())
+    if folder in sys.path:
+        return
+    package = module_path.partition(".")[0]
+    is_file = module_path.endswith(".py")
+    if is_file or (package not in sys.modules and importlib.util.find_spec(package) is None):
+        sys.path.append(folder)
 
 
 class _FilesByName(MetaPathFinder):

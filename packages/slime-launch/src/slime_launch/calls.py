@@ -15,6 +15,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from slime_core.errors import SlimeError
 from slime_core.files import open_to_append
+from slime_core.importing import leave_to_user
 from slime_core.redact import redact_logs
 from slime_launch.errors import LostContactError, RayDiedError, RunError, Stopped
 from slime_launch.processes import Place
@@ -108,13 +109,13 @@ def prepare(directory: str, log_path: str, *, threads: int | None) -> None:
     """Set this process up as a worker of the run: the launcher's working directory, the log, threads of torch."""
     if Path(directory).is_dir():
         os.chdir(directory)  # where relative paths start; a worker of a cluster starts elsewhere
-        sys.path.insert(0, directory)  # where `--custom-rm-path my_module.fn` is looked for
     Path(log_path).parent.mkdir(parents=True, exist_ok=True)
     with open_to_append(Path(log_path)) as log:
         for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
             stream.flush()
             os.dup2(log.fileno(), number)
     redact_logs()
+    leave_to_user()
     faulthandler.register(DUMP_STACKS, file=2, all_threads=True)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)

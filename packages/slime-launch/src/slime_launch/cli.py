@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from slime_convert.errors import ConvertError
 from slime_core.errors import SlimeError
+from slime_core.importing import keep_to_installed
 from slime_core.redact import redact_logs, redacted, secrets_of
 from slime_launch.commands import COMMANDS, unknown_command, usage
 from slime_launch.errors import FlagError
@@ -23,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     redact_logs()
     try:
-        return _dispatch(words)
+        with keep_to_installed():
+            return _dispatch(words)
     except (SlimeError, ConvertError) as error:
         print(f"slime-launch: {redacted(str(error), secrets_of(os.environ))}", file=sys.stderr)
         return 2

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from slime_core.importing import BY_US, SAFE_PATH
 from slime_launch.calls import Watch
 from slime_launch.config import ClusterConfig
 from slime_launch.errors import PlacementError
@@ -49,7 +50,7 @@ def runtime_env(variables: Mapping[str, str] = MappingProxyType({})) -> dict[str
     wanted = {**KEEP_CHILDREN, **variables}
     if os.environ.get("RAY_ADDRESS") is None and all(os.environ.get(name) == wanted[name] for name in wanted):
         return None
-    return {"env_vars": wanted}
+    return {"env_vars": {SAFE_PATH: BY_US, **wanted}}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -499,14 +499,13 @@ def check_engines(settings: Settings, *, elsewhere: bool = False, planned: bool 
 
 @contextlib.contextmanager
 def importing_hooks() -> Iterator[None]:
-    """Within the block, modules of the working directory are found, as in the workers, and leave no compiled files."""
-    directory, writes_none = str(Path.cwd()), sys.dont_write_bytecode
-    sys.path.insert(0, directory)
+    """Within the block, modules leave no compiled files; afterwards those of the working folder are not found."""
+    path, writes_none = list(sys.path), sys.dont_write_bytecode
     sys.dont_write_bytecode = True
     try:
         yield
     finally:
-        sys.path.remove(directory)
+        sys.path[:] = path
         sys.dont_write_bytecode = writes_none
 
 

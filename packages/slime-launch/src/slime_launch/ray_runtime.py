@@ -10,10 +10,12 @@ import secrets
 import shlex
 import shutil
 import signal
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from slime_core.importing import keep_to_installed
 from slime_launch.cluster import check_own_token, has_token, knock
 from slime_launch.config import ClusterConfig
 from slime_launch.errors import PlacementError, RayDiedError, Stopped
@@ -125,7 +127,7 @@ def _start(options: dict[str, Any], *, agent_waits: int) -> Any:
     alone = contextlib.nullcontext() if "address" in options else without_services(agent_waits)
     try:
         knock(options.get("address", ""))
-        with alone:
+        with alone, keep_to_installed(), _empty_folder(options):
             ray.init(log_to_driver=False, logging_level=logging.ERROR, configure_logging=False, **options)
     except ConnectionError as error:
         raise PlacementError(
@@ -139,6 +141,23 @@ def _start(options: dict[str, Any], *, agent_waits: int) -> Any:
         why = f"stopped by a signal: {', '.join(stopped)}" if stopped else "the machine may be overloaded, try again"
         raise PlacementError(f"Ray did not start: {error}; {why}") from error
     return ray
+
+
+@contextlib.contextmanager
+def _empty_folder(options: Mapping[str, Any]) -> Iterator[None]:
+    """Work in a folder of this user's alone for the length of the block.
+
+    Ray has its workers look for modules where it was initialised, before all other places. They go to the run's working
+    folder when they start.
+    """
+    if path := os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(Path(path).absolute())
+    with contextlib.ExitStack() as stack:
+        # Processes of a Ray of this run's own begin there, so it stays.
+        own = options.get("_temp_dir")
+        folder = Path(own).parent if own else stack.enter_context(tempfile.TemporaryDirectory())
+        stack.enter_context(contextlib.chdir(folder))
+        yield
 
 
 @contextlib.contextmanager
@@ -212,7 +231,7 @@ def _embedded_options(cluster: ClusterConfig, directory: Path) -> dict[str, Any]
         "num_cpus": max(bundles, os.cpu_count() or 1),
         "include_dashboard": False,
         "object_store_memory": cluster.ray_object_store_memory,
-        "_temp_dir": str(directory / RAY_FILES),
+        "_temp_dir": str(directory.absolute() / RAY_FILES),
         "_system_config": {"enable_worker_prestart": False},
     }
 

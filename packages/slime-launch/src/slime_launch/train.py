@@ -151,7 +151,7 @@ def starting(cluster: ClusterConfig | None) -> Iterator[Callable[[Checked, Path]
     with temp_dir() as directory:
         if cluster is not None:
             (directory / CLUSTER).write_bytes(pickle.dumps(cluster))
-        driver = [sys.executable, "-m", "slime_launch.driver", str(directory), str(os.getpid())]
+        driver = [sys.executable, "-P", "-m", "slime_launch.driver", str(directory), str(os.getpid())]
         with under_supervisor(driver, grace=STOP_SECONDS) as wait:
 
             def run(checked: Checked, output_dir: Path) -> int:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError
+from slime_core.files import read_text
 from slime_megatron.config import MegatronConfig
 from slime_megatron.errors import CheckpointError
 
@@ -69,7 +70,7 @@ def find_checkpoint(path: str | Path) -> CheckpointInfo:
         )
     tracker = root / TRACKER
     if tracker.is_file():
-        text = tracker.read_text().strip()
+        text = read_text(tracker).strip()
         if text == RELEASE:
             return _complete(root / RELEASE)
         if text.isdecimal():
@@ -218,7 +219,7 @@ def _complete(directory: Path) -> CheckpointInfo:
 
 def _backend(metadata: Path) -> str | None:
     try:
-        content = json.loads(metadata.read_text())
+        content = json.loads(read_text(metadata))
     except ValueError as error:
         raise CheckpointError(
             f"{metadata} is invalid JSON ({error}); the checkpoint is damaged, give another"

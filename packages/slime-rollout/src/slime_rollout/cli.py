@@ -8,12 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from slime_core.errors import ConfigError, SlimeError
 from slime_core.flags import FlagSpec, flag_specs
 from slime_core.hooks import HookArgs
+from slime_core.importing import keep_to_installed, leave_to_user
 from slime_core.one_line import OneLineParser
 from slime_core.redact import redact_logs, redacted, secrets_of
 from slime_core.words import counted
@@ -39,11 +39,11 @@ _STAND_INS: dict[str, Any] = {"hf_checkpoint": "", "prompt_data": "none given", 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns 0, 2 if a hook or the command is invalid, or 130 if it was interrupted."""
     redact_logs()
-    sys.path.insert(0, str(Path.cwd()))  # where `--custom-rm-path my_module.fn` is looked for
     try:
-        given = vars(_parser().parse_args(with_run_file(sys.argv[1:] if argv is None else argv)))
-        command: Callable[[dict[str, Any]], int] = given.pop("command")
-        return command(given)
+        with keep_to_installed():
+            given = vars(_parser().parse_args(with_run_file(sys.argv[1:] if argv is None else argv)))
+            command: Callable[[dict[str, Any]], int] = given.pop("command")
+            return command(given)
     except SlimeError as error:
         print(f"slime-rollout: {redacted(str(error), secrets_of(os.environ))}", file=sys.stderr)
         return 2
@@ -67,6 +67,7 @@ def check_hooks_command(given: dict[str, Any]) -> int:
         return max(_report(hook, lambda hook: _load(hook, args)) for hook in hooks)
     from slime_rollout.hooks.contracts import REPLIES, TIME_LIMIT, Trial, try_hook
 
+    leave_to_user()
     limit = TIME_LIMIT if options["time_limit"] is None else options["time_limit"]
     if not limit > 0:
         raise ConfigError(f"--time-limit {limit} is invalid; give seconds above 0")

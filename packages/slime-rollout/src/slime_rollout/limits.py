@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime_core.files import read_bytes
+
 RESERVED = 7
 """Tokens of a context that SGLang 0.5.23 keeps free behind a prompt: it refuses one that leaves fewer."""
 LEAST_LOG_PROB, LARGEST_LOG_PROB = -1e30, 1e-2
@@ -31,7 +33,7 @@ class ModelLimits:
     def of(cls, hf_checkpoint: str) -> ModelLimits:
         """Those that ``config.json`` of a Hugging Face directory says."""
         try:
-            config = json.loads((Path(hf_checkpoint) / "config.json").read_bytes())
+            config = json.loads(read_bytes(Path(hf_checkpoint) / "config.json"))
         except (OSError, ValueError):
             return cls()
         return cls(vocab_size=_number(config, "vocab_size"), context=_number(config, "max_position_embeddings"))
@@ -115,7 +117,7 @@ def wrong_on_cpu(hf_checkpoint: str, longest: int | None = None) -> str | None:
     A window as long as the ``longest`` prompt and response leaves nothing out.
     """
     try:
-        config = json.loads((Path(hf_checkpoint) / "config.json").read_bytes())
+        config = json.loads(read_bytes(Path(hf_checkpoint) / "config.json"))
     except (OSError, ValueError):
         return None
     nested = config.get("text_config") if isinstance(config, dict) else None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_core.errors import DataError
-from slime_core.files import write_whole
+from slime_core.files import read_text, write_whole
 from slime_core.types import RolloutColumns
 
 _NAME = re.compile(r"rollout_(\d{7,})\.npz")
@@ -41,7 +41,7 @@ class RolloutStore:
         """State of the data source after a rollout; a `DataError` if its file is missing or torn."""
         file = self._state_path(rollout_id)
         try:
-            state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            state: dict[str, Any] = json.loads(read_text(file))
         except (OSError, ValueError) as error:
             raise DataError(
                 f"{file}, which the data goes on from, is missing or torn ({error}); delete {self.path(rollout_id)}, "

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_core.errors import DataError
+from slime_core.files import read_text
 from slime_core.redact import redacted
 from slime_core.types import Sample, Status
 from slime_rollout.config import RolloutConfig
@@ -221,7 +222,7 @@ def _ask(url: str, tokens: list[int], largest: list[int], timeout: float) -> tup
 def _largest_tokens(named: int, hf_checkpoint: str) -> list[int]:
     """The largest id that the student's output layer has, and the largest with a text: many vocabularies are padded."""
     try:
-        values = json.loads((Path(hf_checkpoint) / "config.json").read_text(encoding="utf-8"))
+        values = json.loads(read_text(Path(hf_checkpoint) / "config.json"))
         padded = int(values.get("vocab_size") or values["text_config"]["vocab_size"]) - 1
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return [named]

@@ -154,10 +154,14 @@ logging.warning("settings: %s", {"api_key": sys.argv[-1]})
 
 
 def test_a_server_gets_its_key_and_its_log_does_not(tmp_path):
-    (tmp_path / "server.py").write_text(MODULE)  # slime_rollout.engine has a module of this name, too
+    modules, work = tmp_path / "modules", tmp_path / "work"
+    for folder, code in ((modules, MODULE), (work, "raise ZeroDivisionError")):
+        folder.mkdir()
+        (folder / "server.py").write_text(code)  # slime_rollout.engine has a module of this name, too
+    (work / "logging.py").write_text("raise ZeroDivisionError")
     command = [sys.executable, *module_words("server", "k" * 20), "--port", "1"]
-    environment = {**os.environ, **key_environment("k" * 20)}
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+    environment = {**os.environ, **key_environment("k" * 20), "PYTHONPATH": str(modules)}
+    done = subprocess.run(command, env=environment, cwd=work, capture_output=True, text=True, check=True)
     words, log = done.stdout.splitlines()
     assert words == f"['--port', '1', '--api-key={'k' * 20}'] False __main__"
     assert log == "settings: {'api_key': '--api-key=[removed]'}"

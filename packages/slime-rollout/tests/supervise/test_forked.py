@@ -16,7 +16,7 @@ GRACE = 1.0
 TOLD = """
 import json, os, sys
 print(json.dumps({
-    "prepared": "prepared" in sys.modules, "name": __name__, "words": sys.argv[1:], "path": sys.path[0],
+    "prepared": "prepared" in sys.modules, "name": __name__, "words": sys.argv[1:], "path": [sys.path[0], len(sys.path), os.getcwd() in sys.path],
     "directory": os.getcwd(), "word": os.environ.get("WORD"), "set": os.environ.get("SET"), "session": os.getsid(0),
     "input": sys.stdin.read(),
 }))
@@ -58,10 +58,10 @@ def run(command, log, **more):
         return supervised.wait(60), supervised.log_tail()
 
 
-@pytest.mark.parametrize("module", [True, False], ids=["module", "file"])
-def test_a_forked_command_is_as_a_started_one_but_for_its_imports(address, directory, module):
-    script = write_script(directory, TOLD)
-    command = ["-m", "script"] if module else [script]
+@pytest.mark.parametrize("words", ["-m script", "script.py", "-P script.py"])
+def test_a_forked_command_is_as_a_started_one_but_for_its_imports(address, directory, words):
+    write_script(directory, TOLD)
+    command = words.split()
     environment = {**os.environ, "WORD": "here"}
     by_fork = run([*command, "a", "--b"], directory / "forked", env=environment, template=address)
     started = run([*command, "a", "--b"], directory / "started", env=environment)
@@ -69,6 +69,7 @@ def test_a_forked_command_is_as_a_started_one_but_for_its_imports(address, direc
     one, other = json.loads(by_fork[1]), json.loads(started[1])
     assert one.pop("session") != other.pop("session") != os.getsid(0)
     assert one == {**other, "prepared": True, "set": "by an import"}
+    assert one["path"][2] == (command[0] != "-P")
     assert other["prepared"] is False and other["words"] == ["a", "--b"] and other["directory"] == str(directory)
 
 

@@ -177,7 +177,7 @@ def _run_process(jobs: Path, results: Path) -> str:
     settings = {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     try:
         process = subprocess.run(
-            [sys.executable, "-m", _MEGATRON, str(jobs), str(results)],
+            [sys.executable, "-P", "-m", _MEGATRON, str(jobs), str(results)],
             cwd=jobs.parent,
             env=os.environ | settings,
             stdin=subprocess.DEVNULL,

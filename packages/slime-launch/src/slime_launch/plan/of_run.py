@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from slime_core.files import read_text
 from slime_launch.errors import ProfileError
 from slime_launch.plan.profile import EngineSpeed, LoopSpeed, Points, Profile, TrainerSpeed, mean_of
 from slime_launch.plan.setup import Setup, setup_of, sleeps
@@ -98,7 +99,7 @@ def profile_of_runs(output_dirs: Sequence[Path]) -> Profile:
 
 def _read(directory: Path) -> _Run:
     try:
-        found = json.loads((directory / SETTINGS_FILE).read_text(encoding="utf-8"))["settings"]
+        found = json.loads(read_text(directory / SETTINGS_FILE))["settings"]
     except (OSError, ValueError, KeyError):
         raise ProfileError(f"{directory} has no {SETTINGS_FILE} of a run; give the --output-dir of one") from None
     rows = read_rows(directory)

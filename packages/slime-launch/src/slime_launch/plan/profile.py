@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from slime_core.files import write_whole
+from slime_core.files import read_text, write_whole
 from slime_launch.errors import ProfileError
 
 Points: TypeAlias = tuple[tuple[float, float], ...]
@@ -195,7 +195,7 @@ def read_profile(path: Path) -> Profile:
         ProfileError: There is none, it is not TOML, a key is unknown or missing, or a value is outside its range.
     """
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        found = tomllib.loads(read_text(path))
     except OSError as error:
         raise ProfileError(f"the profile {path} cannot be read ({error.strerror}); {ADVICE}") from None
     except ValueError as error:

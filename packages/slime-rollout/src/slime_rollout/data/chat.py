@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from slime_core.errors import ConfigError, DataError
+from slime_core.files import check_folder, read_bytes
 from slime_core.hooks import HookArgs
 from slime_core.types import Message, Prompt
 from slime_rollout.config import RolloutConfig
@@ -43,11 +44,13 @@ def load_tokenizer(hf_checkpoint: str, *, trust_remote_code: bool = False) -> An
 
     Raises:
         ConfigError: There is none that transformers can load.
+        DataError: There is something in the directory that is not read: a pipe, a device, a text of gigabytes.
     """
     if not Path(hf_checkpoint).is_dir():
         raise ConfigError(
             f"--hf-checkpoint {hf_checkpoint} is not a directory; give a model's, with tokenizer.json in it"
         )
+    check_folder(Path(hf_checkpoint))
     if not trust_remote_code and _is_code(Path(hf_checkpoint)):
         raise ConfigError(
             f"the tokenizer of --hf-checkpoint {hf_checkpoint} is Python code of its own; read it, and give "
@@ -78,7 +81,7 @@ def load_tokenizer(hf_checkpoint: str, *, trust_remote_code: bool = False) -> An
 def _is_plain(directory: Path) -> bool:
     """Whether its tokenizer.json says it all: `AutoTokenizer` makes the same of it, but imports torch first."""
     try:
-        config = json.loads((directory / "tokenizer_config.json").read_bytes())
+        config = json.loads(read_bytes(directory / "tokenizer_config.json"))
     except (OSError, ValueError):
         return False
     plain = isinstance(config, dict) and config.get("tokenizer_class") in PLAIN and "auto_map" not in config
@@ -88,7 +91,7 @@ def _is_plain(directory: Path) -> bool:
 def _is_code(directory: Path) -> bool:
     """Whether only the directory's own code can read its tokenizer; transformers would guess at one without it."""
     try:
-        named = json.loads((directory / "tokenizer_config.json").read_bytes())["auto_map"]["AutoTokenizer"]
+        named = json.loads(read_bytes(directory / "tokenizer_config.json"))["auto_map"]["AutoTokenizer"]
     except (OSError, ValueError, LookupError, TypeError):
         return False
     return bool(named) and not (directory / "tokenizer.json").is_file()
@@ -121,6 +124,7 @@ def _ignore_broken_torchvision() -> None:
 def template_tokenizer(hf_checkpoint: str, *, trust_remote_code: bool = False) -> Any:
     """A tokenizer to render with, as :func:`load_tokenizer`; torch is not imported if there is a tokenizer.json."""
     if (Path(hf_checkpoint) / "tokenizer.json").is_file():
+        check_folder(Path(hf_checkpoint))
         _ignore_broken_torchvision()
         from transformers import PreTrainedTokenizerFast
 

@@ -153,8 +153,11 @@ def server_command(config: EngineConfig, spec: EngineSpec) -> list[str]:
 
 
 def module_words(module: str, key: str | None) -> list[str]:
-    """How an interpreter runs a server's module, with the key of :func:`key_environment` if there is one."""
-    return ["-m", module] if key is None else [with_key.__file__, module]
+    """How an interpreter runs a server's module, with the key of :func:`key_environment` if there is one.
+
+    No module of the working folder is imported by it.
+    """
+    return ["-P", "-m", module] if key is None else ["-P", with_key.__file__, module]
 
 
 def key_environment(key: str | None) -> dict[str, str]:

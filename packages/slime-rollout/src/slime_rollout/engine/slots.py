@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from slime_core.files import open_to_append
+from slime_core.files import open_to_append, read_text
 from slime_rollout.engine import EngineError, PortInUseError
 from slime_rollout.engine.addresses import Ports
 from slime_rollout.engine.config import EngineConfig
@@ -271,4 +271,4 @@ def read_events(directory: Path) -> list[dict[str, Any]]:
     path = directory / EVENTS_FILE
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in read_text(path).splitlines()]

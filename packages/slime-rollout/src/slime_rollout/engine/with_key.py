@@ -1,4 +1,4 @@
-"""Runs a server's module with the API key of the environment: `python with_key.py MODULE [FLAG …]`.
+"""Runs a server's module with the API key of the environment: `python -P with_key.py MODULE [FLAG …]`.
 
 A key among the flags could be read by everybody who lists processes. Servers write their settings to their logs, too;
 there the key is replaced. Runs in the engines' interpreter, and so imports nothing of slime.
@@ -16,7 +16,6 @@ UNUSED = {"sglang_router.launch_router": "sglang_router.mini_lb"}
 
 def main() -> None:
     """Run the module that is the first argument as ``python -m`` would."""
-    sys.path[0] = ""  # the working directory, not this file's directory, whose modules have names of other packages
     import logging
     import runpy
     import types

@@ -116,7 +116,7 @@ class _KeeperProcess:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _KEEPER, str(theirs.fileno()), target, *limits],
+                [sys.executable, "-P", "-c", _KEEPER, str(theirs.fileno()), target, *limits],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._errors,

@@ -135,7 +135,7 @@ def template(python: str, prepare: str, environment: Mapping[str, str]) -> Itera
         listener.bind(f"\0{address}")
         listener.listen()
         process = subprocess.Popen(
-            [python, forking.__file__, str(listener.fileno()), str(os.getpid()), prepare],
+            [python, "-P", forking.__file__, str(listener.fileno()), str(os.getpid()), prepare],
             env=dict(environment),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

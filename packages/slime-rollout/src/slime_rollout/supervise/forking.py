@@ -31,7 +31,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING or __package__:
     from slime_rollout.supervise import reaper
 else:
-    import reaper  # in the directory of this file, where the imports of a script are looked for first
+    sys.path.insert(0, os.path.dirname(__file__))  # noqa: PTH120
+    import reaper
+
+    del sys.path[0]  # where other files have names of packages
 
 LENGTH = struct.Struct("!Q")
 CREDENTIALS = struct.Struct("3i")  # pid, user and group of the other side of a socket
@@ -195,14 +198,21 @@ def answer(connection: socket.socket, said: dict[str, Any]) -> None:
 
 
 def run(command: list[str]) -> None:
-    """Run ``python -m MODULE …`` or ``python FILE …``, as if this interpreter had been started so."""
-    sys.path[0] = os.getcwd()  # noqa: PTH109  (as the interpreter does it)
-    if command[1] == "-m":
-        sys.argv = command[2:]
-        runpy.run_module(command[2], run_name="__main__", alter_sys=True)
+    """Run ``python -P -m MODULE …`` or ``python -P FILE …``, as if this interpreter had been started so.
+
+    Without ``-P`` the working folder is looked in first.
+    """
+    words = command[1:]
+    if words[0] == "-P":
+        del words[0]
     else:
-        sys.argv = command[1:]
-        runpy.run_path(command[1], run_name="__main__")
+        sys.path.insert(0, os.getcwd())  # noqa: PTH109  (as the interpreter does it)
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
 
 
 def main() -> list[str]:
@@ -211,7 +221,6 @@ def main() -> list[str]:
     reaper._prctl(reaper.PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it went before that was set
         sys.exit(0)
-    sys.path[0] = os.getcwd()  # noqa: PTH109
     with socket.socket(fileno=number) as listener:  # who asks meanwhile waits
         return Template(prepare).serve(listener, parent)
 

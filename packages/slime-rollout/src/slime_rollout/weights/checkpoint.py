@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from slime_core.errors import DamagedError, DataError, FormatVersionError, IntegrityError
-from slime_core.files import sync
+from slime_core.files import read_bytes, sync
 from slime_core.interfaces import NamedTensors
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -221,7 +221,7 @@ def read_info(directory: Path) -> VersionInfo:
     """What a version says about itself; an `IntegrityError` if that cannot be read."""
     path = directory / VERSION_FILE
     with reading(path):
-        return read_record(path, path.read_bytes(), VersionInfo, FORMAT_VERSION)
+        return read_record(path, read_bytes(path), VersionInfo, FORMAT_VERSION)
 
 
 def read_record(path: Path, text: bytes, kind: type[Record], format_version: int) -> Record:
@@ -260,7 +260,7 @@ def _weight_map(directory: Path) -> Mapping[str, str]:
     index = directory / INDEX_FILE
     if index.exists():
         with reading(index):
-            return dict(msgspec.json.decode(index.read_bytes())["weight_map"])
+            return dict(msgspec.json.decode(read_bytes(index))["weight_map"])
     single = directory / SINGLE_FILE
     if not single.exists():
         raise DataError(f"{directory} holds neither {INDEX_FILE} nor {SINGLE_FILE}; give a checkpoint in safetensors")
