@@ -22,7 +22,8 @@ HEAD = """\
 
 Written by `scripts/hooks_page.py` from `scripts/hooks.toml` and the flag tables; a test compares the two. A hook is a
 function or class of your own that a flag names by its path: `pkg.mod.fn`, `pkg.mod:fn` or `file.py:fn`. Every hook is
-found, and its arguments are checked, before a run starts.
+found, and its arguments are checked, before a run starts. Modules that are not installed are looked for in the folder
+in which the command is given.
 
 `args` has every flag by its name, such as `args.max_turns`, and cannot be changed. Parameters of your own come from
 `--custom-config-path FILE` (YAML or JSON): `max_calls: 3` there is `args.max_calls`.

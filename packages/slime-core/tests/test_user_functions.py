@@ -53,11 +53,9 @@ def test_a_folders_modules_are_found_for_what_is_named_there_and_after_all_other
     path = [entry for entry in sys.path if entry not in ("", str(tmp_path))]
     monkeypatch.setattr(sys, "path", list(path))
     monkeypatch.chdir(tmp_path)
-    for installed in ("textwrap.dedent", "slime_core.words:counted"):
+    for module, name in (("textwrap", "dedent"), ("slime_core.words", "counted")):
         monkeypatch.delitem(sys.modules, "textwrap", raising=False)
-        assert load_function(installed, "--custom-rm-path").__module__ == installed.partition(":")[0].removesuffix(
-            ".dedent"
-        )
+        assert load_function(f"{module}:{name}", "--custom-rm-path").__module__ == module
         assert sys.path == path, "nothing of the folder is named"
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("an_extra_that_is_not_installed")

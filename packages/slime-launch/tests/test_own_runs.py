@@ -171,6 +171,18 @@ def test_with_the_flag_it_runs(theirs):
     assert "interpreter-ran" in ran(theirs), said
 
 
+@pytest.mark.parametrize("place", ["replays", "replays/1", "replays/1/logs"])
+def test_nothing_is_written_by_way_of_a_link_in_somebody_elses_run(theirs, place):
+    victim = theirs.parent / "victim"
+    victim.mkdir()
+    (theirs / place).parent.mkdir(parents=True, exist_ok=True)
+    (theirs / place).symlink_to(victim)
+    with replay(theirs, "--run-its-code", stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        said = process.communicate(timeout=SECONDS)[1]
+    assert process.returncode == 2 and f"{theirs / place} is a link" in said
+    assert list(victim.iterdir()) == []
+
+
 @pytest.mark.parametrize(("answer", "runs"), [("n\n", False), ("\n", False), ("Y\n", True)])
 def test_at_a_terminal_it_is_asked(theirs, answer, runs):
     ours, terminal = pty.openpty()

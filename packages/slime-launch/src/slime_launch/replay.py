@@ -111,7 +111,7 @@ def replay(argv: Sequence[str]) -> int:
     found = find_start(run, config.step - 1)
     if not config.run_its_code and not is_own(run.resolved) and (code := list(code_of(run))):
         ask(run, code)
-    output_dir = Path(config.output_dir or run.directory / "replays" / str(config.step))
+    output_dir = Path(config.output_dir or _own_folder(run, config.step))
     if output_dir.resolve() == run.directory.resolve():
         raise FlagError(f"--output-dir {output_dir} is the run itself; give another, or leave it out")
     output_dir.mkdir(parents=True, exist_ok=True)
@@ -127,6 +127,14 @@ def replay(argv: Sequence[str]) -> int:
     words = list(outcome(run, WrittenRun(output_dir), found))
     print("\n".join([*words, f"what the replay printed: {details}"]))
     return 0 if len(words) == 1 else 1
+
+
+def _own_folder(run: WrittenRun, step: int) -> Path:
+    """The folder of a replay in its run, which may be somebody else's: a link there could lead to any place."""
+    folder = run.directory / "replays" / str(step)
+    if link := next((path for path in (folder.parent, folder, *folder.glob("*")) if path.is_symlink()), None):
+        raise FlagError(f"{link} is a link, so nothing is written there; give --output-dir, or remove it")
+    return folder
 
 
 def code_of(run: WrittenRun) -> Iterator[str]:

@@ -16,7 +16,8 @@ GRACE = 1.0
 TOLD = """
 import json, os, sys
 print(json.dumps({
-    "prepared": "prepared" in sys.modules, "name": __name__, "words": sys.argv[1:], "path": [sys.path[0], len(sys.path), os.getcwd() in sys.path],
+    "prepared": "prepared" in sys.modules, "name": __name__, "words": sys.argv[1:],
+    "path": [sys.path[0], len(sys.path), os.getcwd() in sys.path],
     "directory": os.getcwd(), "word": os.environ.get("WORD"), "set": os.environ.get("SET"), "session": os.getsid(0),
     "input": sys.stdin.read(),
 }))
