@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,10 +23,12 @@ build-backend = "hatchling.build"
 [project]
 name = "{name}"
 version = "0.2.1"
+license = "MIT"
 requires-python = ">=3.11"
 dependencies = [{dependencies}]
 
 [project.optional-dependencies]
+more = ["pluggy>=1"]
 test = ["pytest>=8"]
 
 [tool.hatch.build.targets.wheel]
@@ -41,6 +47,38 @@ constraint-dependencies = []
 [tool.pytest.ini_options]
 addopts = "-q --import-mode=importlib -p no:cacheprovider"
 """
+# toy-base is locked as it was a version ago, when it needed nothing of the workspace.
+LOCK = """\
+[[package]]
+name = "toy-base"
+version = "0.2.0"
+source = { editable = "packages/toy-base" }
+dependencies = [
+    { name = "packaging" },
+    { name = "colorama", marker = "sys_platform == 'win32'" },
+]
+
+[[package]]
+name = "packaging"
+version = "VERSION"
+source = { registry = "https://index.invalid/simple" }
+wheels = [
+    { filename = "packaging-VERSION-py3-none-any.whl", hash = "sha256:HASH" },
+]
+
+[[package]]
+name = "pluggy"
+version = "1.6.0"
+source = { registry = "https://index.invalid/simple" }
+
+[[package]]
+name = "pytest"
+version = "9.2.0"
+source = { registry = "https://index.invalid/simple" }
+"""
+HASH = "12" * 32
+# The version of packaging where bills are made.
+PACKAGING = re.search(r"^packaging==(\S+)", (ROOT / "scripts/requirements-release.txt").read_text(), re.MULTILINE)[1]
 
 
 def _git(root: Path, *words: str) -> str:
@@ -70,8 +108,9 @@ def workspace(tmp_path: Path) -> Path:
     root = tmp_path / "workspace"
     root.mkdir()
     (root / "pyproject.toml").write_text(WORKSPACE)
+    (root / "uv.lock").write_text(LOCK.replace("VERSION", PACKAGING).replace("HASH", HASH))
     (root / ".gitignore").write_text("dist/\n")
-    _package(root, "toy-base")
+    _package(root, "toy-base", dependencies='"packaging>=24"')
     _package(root, "toy-top", dependencies='"toy-base>=0.2,<0.3"')
     _git(root, "init", "--quiet", "--initial-branch=main")
     _commit(root)
@@ -105,11 +144,74 @@ def test_a_release_tests_what_it_built_and_tags_it(workspace: Path) -> None:
     assert _tags(workspace) == ["toy-top-v0.2.1"]
     assert sorted(path.name for path in (workspace / "dist").iterdir()) == [
         "toy_top-0.2.1-py3-none-any.whl",
+        "toy_top-0.2.1.cdx.json",
         "toy_top-0.2.1.tar.gz",
     ]
+    bill = json.loads((workspace / "dist" / "toy_top-0.2.1.cdx.json").read_text())
+    for file in bill["metadata"]["component"]["externalReferences"]:
+        digest = hashlib.sha256((workspace / "dist" / file["url"]).read_bytes()).hexdigest()
+        assert file["hashes"] == [{"alg": "SHA-256", "content": digest}]
+    assert {one["name"]: one["version"] for one in bill["components"]} == {
+        "toy-base": "0.2.1", "packaging": PACKAGING, "pluggy": "1.6.0",
+    }  # fmt: skip
+    assert bill["metadata"]["timestamp"].startswith(_git(workspace, "log", "-1", "--format=%cs").strip())
     again = _before_building("toy-top", "--root", str(workspace))
     assert again.returncode == 2
     assert "the tag toy-top-v0.2.1 is there already; raise the version" in again.stderr
+
+
+BILL = """\
+import pathlib, sys, sysconfig
+sys.path.insert(0, "scripts")
+import release, sbom
+root, built = map(pathlib.Path, sys.argv[1:])
+versions = {path.name: release.Package.read(path).version for path in root.glob("packages/*")}
+(wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
+site = pathlib.Path(sysconfig.get_path("purelib"))
+_, metadata = release.read_wheel(wheel)
+text = sbom.bill(metadata, (wheel, sdist), root / "uv.lock", versions, site, 1_700_000_000)
+print(text)
+try:
+    sbom.check(text.replace('"library"', '"lib"'))
+except ValueError as error:
+    print(error, file=sys.stderr)
+"""
+MAKE = """\
+source scripts/environments.sh && use_tools && (sync_requirements release CycloneDX) &&
+    uv build --no-sources --quiet --out-dir "$1" "$0/packages/toy-top"
+"""
+
+
+def test_a_bill_of_materials_says_what_is_needed_and_is_the_same_each_time(workspace: Path, tmp_path: Path) -> None:
+    """By CycloneDX's own schema, which refuses it with one word changed."""
+    built = tmp_path / "built"
+    subprocess.run(["bash", "-c", MAKE, str(workspace), str(built)], cwd=ROOT, check=True, timeout=200)
+    python = ROOT / ".venv-release" / "bin" / "python"
+    texts = set()
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [python, "-c", BILL, str(workspace), str(built)],
+            cwd=ROOT, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, timeout=200,
+        )  # fmt: skip
+        assert "CycloneDX's schema does not allow the bill of materials" in done.stderr, done.stderr
+        texts.add(done.stdout)
+    (text,) = texts
+    bill = json.loads(text)
+    assert (bill["specVersion"], bill["metadata"]["timestamp"]) == ("1.6", "2023-11-14T22:13:20+00:00")
+    base, top = "pkg:pypi/toy-base@0.2.1", "pkg:pypi/toy-top@0.2.1"
+    packaging, pluggy = f"pkg:pypi/packaging@{PACKAGING}", "pkg:pypi/pluggy@1.6.0"
+    assert {one["ref"]: one.get("dependsOn", []) for one in bill["dependencies"]} == {
+        top: [pluggy, base], base: [packaging], packaging: [], pluggy: [],
+    }  # fmt: skip
+    found = {one["purl"]: one for one in bill["components"]}
+    assert {purl: one["scope"] for purl, one in found.items()} == {
+        base: "required", packaging: "required", pluggy: "optional",
+    }  # fmt: skip
+    (file,) = found[packaging]["externalReferences"]
+    assert file["hashes"] == [{"alg": "SHA-256", "content": HASH}] and "licenses" not in found[base]
+    (license,) = found[packaging]["licenses"]
+    assert license["acknowledgement"] == "declared" and license["expression"] == "Apache-2.0 OR BSD-2-Clause"
+    assert bill["metadata"]["component"]["licenses"][0]["license"]["id"] == "MIT"
 
 
 def test_a_dry_run_leaves_nothing_and_only_notes_changes(workspace: Path) -> None:
@@ -136,6 +238,13 @@ def test_a_dirty_tree_is_refused(workspace: Path) -> None:
         ("CHANGELOG.md", "## 0.2.1", "## 0.3.0\n\n- More.\n\n## 0.2.1", "the newest entry of"),
         ("CHANGELOG.md", "- Fixes.", "", "the entry 0.2.1 of"),
         ("pyproject.toml", "0.2.1", "two", "give one such as 0.1.1"),
+        ("pyproject.toml", "pluggy>=1", "pluggy>=2", "`pluggy>=2` but uv.lock has 1.6.0; run scripts/lock"),
+        (
+            "pyproject.toml",
+            "pluggy>=1",
+            "tomli-w>=1",
+            "`tomli-w>=1` but uv.lock has no version of it; run scripts/lock",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_built(

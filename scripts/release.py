@@ -1,8 +1,8 @@
 """Release one package of the workspace. Started by `scripts/release`, which brings uv.
 
 Checks the version against the changelog and the tags, builds wheel and sdist, checks the built metadata, installs the
-wheel outside the workspace (siblings from wheels built here), runs the sdist's tests there, puts both files into
-`dist/` and sets the tag, such as `slime-convert-v0.1.1`. Nothing is uploaded.
+wheel outside the workspace (siblings from wheels built here), runs the sdist's tests there, writes a bill of materials
+(`sbom.py`), puts the three files into `dist/` and sets the tag, such as `slime-convert-v0.1.1`. Nothing is uploaded.
 """
 
 from __future__ import annotations
@@ -119,6 +119,7 @@ def release(root: Path, name: str, *, dry_run: bool, pytest_args: Sequence[str] 
     package = packages[name]
     say(f"{package.name} {package.version}")
     check_changelog(package)
+    check_lock(root, package, packages.values())
     check_repository(root, package, dry_run=dry_run)
     with tempfile.TemporaryDirectory(prefix="release-") as scratch:
         outside = Path(scratch)
@@ -126,15 +127,16 @@ def release(root: Path, name: str, *, dry_run: bool, pytest_args: Sequence[str] 
         check_metadata(built, packages.values())
         siblings = [build(packages[sibling], outside / "dist") for sibling in siblings_of(package, packages)]
         check_outside(root, built, siblings, outside, pytest_args)
+        bill = write_bill(root, built, packages.values(), outside)
         if not dry_run:
             (root / "dist").mkdir(exist_ok=True)
-            for path in (built.wheel, built.sdist):
+            for path in (built.wheel, built.sdist, bill):
                 shutil.copy2(path, root / "dist" / path.name)
     if dry_run:
         say(f"dry run: everything holds; without --dry-run the tag {package.tag} would be set now")
         return
     run(["git", "tag", "--annotate", package.tag, "--message", f"{package.name} {package.version}"], cwd=root)
-    say(f"tagged {package.tag}; dist/{built.wheel.name} and dist/{built.sdist.name} are ready to upload")
+    say(f"tagged {package.tag}; {built.wheel.name}, {built.sdist.name} and {bill.name} in dist are ready to upload")
 
 
 def check_changelog(package: Package) -> None:
@@ -157,6 +159,26 @@ def check_changelog(package: Package) -> None:
     if not entries[0].partition("\n")[2].strip():
         raise ReleaseError(f"the entry {package.version} of {path} is empty; say what changed")
     say("version and changelog agree")
+
+
+def check_lock(root: Path, package: Package, packages: Iterable[Package]) -> None:
+    """uv.lock has a version of all that the package asks for; its bill of materials is made of them.
+
+    Raises:
+        ReleaseError: It is not so.
+    """
+    try:
+        locked = {row["name"]: row["version"] for row in _read_toml(root / "uv.lock")["package"]}
+    except FileNotFoundError as error:
+        raise ReleaseError("uv.lock, with the versions of what is needed, is not there; run scripts/lock") from error
+    ours = {canonicalize_name(other.name) for other in packages}  # their versions are those of the workspace
+    project = _read_toml(package.directory / "pyproject.toml")["project"]
+    asked = [project.get("dependencies", []), *project.get("optional-dependencies", {}).values()]
+    for requirement in (Requirement(text) for texts in asked for text in texts):
+        version = locked.get(name := canonicalize_name(requirement.name))
+        if name not in ours and (version is None or not requirement.specifier.contains(version, prereleases=True)):
+            said = f"{package.name} requires `{requirement}` but uv.lock has {version or 'no version of it'}"
+            raise ReleaseError(f"{said}; run scripts/lock")
 
 
 def check_repository(root: Path, package: Package, *, dry_run: bool) -> None:
@@ -196,12 +218,7 @@ def check_metadata(built: Built, packages: Iterable[Package]) -> None:
     Raises:
         ReleaseError: It is not so.
     """
-    with zipfile.ZipFile(built.wheel) as archive:
-        names = archive.namelist()
-        # Only the wheel's own: a package may carry another distribution's metadata further down.
-        own = (name for name in names if name.count("/") == 1 and name.endswith(".dist-info/METADATA"))
-        text = archive.read(next(own))
-    metadata = email.message_from_bytes(text)
+    names, metadata = read_wheel(built.wheel)
     package = built.package
     if (metadata["Name"], metadata["Version"]) != (package.name, str(package.version)):
         raise ReleaseError(f"{built.wheel.name} calls itself {metadata['Name']} {metadata['Version']}")
@@ -213,6 +230,15 @@ def check_metadata(built: Built, packages: Iterable[Package]) -> None:
         if sibling in versions and sibling != canonicalize_name(package.name):
             check_bounds(package, requirement, versions[sibling])
     say("metadata holds: name, version, types, bounds on siblings")
+
+
+def read_wheel(wheel: Path) -> tuple[list[str], email.message.Message]:
+    """The names of a wheel's files, and what it says about itself."""
+    with zipfile.ZipFile(wheel) as archive:  # noqa: TID251  (made here)
+        names = archive.namelist()
+        # Only the wheel's own: a package may carry another distribution's metadata further down.
+        own = (name for name in names if name.count("/") == 1 and name.endswith(".dist-info/METADATA"))
+        return names, email.message_from_bytes(archive.read(next(own)))
 
 
 def check_bounds(package: Package, requirement: Requirement, version: Version) -> None:
@@ -267,13 +293,31 @@ def check_outside(
     if not Path(place).is_relative_to(outside / "env"):
         raise ReleaseError(f"{module} was imported from {place}, not from the wheel")
     say(f"installed outside the workspace: {module}")
-    shutil.unpack_archive(built.sdist, outside / "sdist")
+    shutil.unpack_archive(built.sdist, outside / "sdist")  # noqa: TID251  (made here)
     source = next((outside / "sdist").iterdir())
     shutil.rmtree(source / "src")
     command = [str(python), "-m", "pytest", "-c", str(root / "pyproject.toml"), f"--rootdir={source}"]
     engine = {"SLIME_ENGINE_PYTHON": str(root / ".venv-engine" / "bin" / "python")}
     output = run([*command, "-m", TEST_MARKS, str(source / "tests"), *pytest_args], cwd=source, env=engine)
     say(output.strip().splitlines()[-1])
+
+
+def write_bill(root: Path, built: Built, packages: Iterable[Package], outside: Path) -> Path:
+    """Write the bill of materials, from uv.lock and the environment that the tests ran in; returns its path.
+
+    Its time is `SOURCE_DATE_EPOCH`, as of every build, or that of the commit.
+    """
+    from sbom import bill  # only `.venv-release` has what it needs, and nothing before this needs it
+
+    time = os.environ.get("SOURCE_DATE_EPOCH") or run(["git", "log", "-1", "--format=%ct"], cwd=root)
+    (site_packages,) = (outside / "env" / "lib").glob("python*/site-packages")
+    versions = {str(canonicalize_name(package.name)): package.version for package in packages}
+    path = built.sdist.with_name(built.sdist.name.removesuffix(".tar.gz") + ".cdx.json")
+    _, metadata = read_wheel(built.wheel)
+    text = bill(metadata, (built.wheel, built.sdist), root / "uv.lock", versions, site_packages, int(time))
+    path.write_text(text, encoding="utf-8")
+    say(f"wrote {path.name}, of {len(text):,} characters")
+    return path
 
 
 def run(command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> str:
