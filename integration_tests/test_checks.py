@@ -170,3 +170,45 @@ def test_tidy_finds_a_public_class_with_two_meanings() -> None:
     same = {"packages/p/src/p/a.py": text, "packages/p/src/p/b.py": "\n" + text, "packages/q/src/q/a.py": text}
     (found,) = tidy.doubled_names(same)
     assert found == "packages/p/src/p/a.py:1: the name Batch has another meaning at packages/p/src/p/b.py:2"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "path.write_text('x')",
+        "(folder / 'a').write_bytes(b'x')",
+        "open(path, 'w')",
+        "open(path, mode='ab')",
+        "io.open(path, 'x')",
+        "path.open('r+b')",
+        "path.open(mode='wb')",
+        "open(path, mode)",
+        "path.open(\n    'w',\n)",
+    ],
+)
+def test_tidy_finds_a_file_that_is_written_past_the_one_writer(call: str) -> None:
+    (found,) = tidy.writers("a.py", f"x = 1\n{call}\n")
+    assert found.startswith("a.py:2: ") and "use slime_core.files" in found
+    (found,) = tidy.writers("a.py", f"{call}  # written: \n")  # without a reason
+    assert list(tidy.writers("a.py", f"{call}  # written: a private folder\n")) == []
+
+
+def test_tidy_lets_files_be_read_and_written_by_the_one_writer() -> None:
+    for text in (
+        "open(path)\nopen(path, 'rb')\npath.open()\npath.open('rb')\nopen(path, encoding='utf-8')\nfile.write('x')\n",
+        "os.open(path, os.O_WRONLY | os.O_NOFOLLOW)\nformats.open(directory)\npath.read_text()\n",
+        "with whole_file(path) as partial, partial.open('wb') as file:\n    partial.write_text('x')\n",
+    ):
+        assert list(tidy.writers("a.py", text)) == []
+
+
+@pytest.mark.parametrize("place", ["packages/slime-core/src/slime_core/a.py", "packages/slime-core/tests/a.py"])
+def test_tidy_looks_at_who_writes_in_packages_only(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / place).parent.mkdir(parents=True)
+    (tmp_path / place).write_text("path.write_text('x')\n")
+    monkeypatch.setattr(tidy, "ROOT", tmp_path)
+    monkeypatch.setattr(tidy, "files", lambda: [place])
+    assert tidy.main() == ("/src/" in place)
+    assert ("write_text writes a file" in capsys.readouterr().out) == ("/src/" in place)

@@ -1,4 +1,4 @@
-"""House rules that no other tool checks: sizes, one meaning per name, nothing of one machine or one package index.
+"""House rules that no other tool checks: sizes, one meaning per name, one writer of files, nothing of one machine.
 
 Docs, docstrings and comments are read for the wordings of `words.toml`, too.
 
@@ -34,6 +34,8 @@ WORDINGS = {
     for row in tomllib.loads((ROOT / "scripts" / "words.toml").read_text(encoding="utf-8"))["wording"]
 }
 CODE = re.compile(r"^(?P<fence>```|~~~).*?^(?P=fence)|``[^`]+``|`[^`\n]*`", re.DOTALL | re.MULTILINE)
+
+WRITTEN = re.compile(r"# written: \w")
 
 LOCKED_HOST = re.compile(r'\bregistry = "(?!https://index\.invalid/)[^"]*|^sdist = |\burl = "[^"]*')
 
@@ -118,6 +120,54 @@ def doubled_names(sources: Mapping[str, str]) -> Iterator[str]:
             yield f"{found[0]}: the name {name} has another meaning at {', '.join(found[1:])}"
 
 
+def writers(path: str, text: str) -> Iterator[str]:
+    """Places that write a file by a name that somebody may have made a link of, and do not say why they may.
+
+    Such a place is `open` with a mode that writes, `write_text` and `write_bytes`, but of what `whole_file` gives.
+
+    Args:
+        path: Name to report.
+        text: Content of a module of a package.
+    """
+    lines, tree = text.splitlines(), ast.parse(text, path)
+    given = {
+        item.optional_vars.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.With | ast.AsyncWith)
+        for item in node.items
+        if isinstance(item.context_expr, ast.Call) and ast.unparse(item.context_expr.func).endswith("whole_file")
+        if isinstance(item.optional_vars, ast.Name)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and (name := _writes(node)):
+            of = node.func.value if isinstance(node.func, ast.Attribute) else None
+            said = any(WRITTEN.search(line) for line in lines[node.lineno - 1 : node.end_lineno])
+            if not said and not (isinstance(of, ast.Name) and of.id in given):
+                yield (
+                    f"{path}:{node.lineno}: {name} writes a file; use slime_core.files, or say at the end of the line "
+                    "why nobody can have put a link there: `# written: a private folder`"
+                )
+
+
+def _writes(call: ast.Call) -> str:
+    """The name of a function that a call writes a file with, or nothing."""
+    of = call.func.value if isinstance(call.func, ast.Attribute) else None
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else ast.unparse(call.func)
+    if of is not None and name in ("write_text", "write_bytes"):
+        return name
+    if name != "open" or ast.unparse(call.func) == "os.open":  # of `os`: bare flags, with O_NOFOLLOW where it matters
+        return ""
+    # The mode is the second argument, but of a path the first; what else has a method `open` is given no such word.
+    of_a_path = of is not None and ast.unparse(of) not in ("io", "codecs", "gzip", "bz2", "lzma")
+    modes = [word.value for word in call.keywords if word.arg == "mode"]
+    modes += call.args[:1] if of_a_path else call.args[1:2]
+    for mode in modes:
+        word = mode.value if isinstance(mode, ast.Constant) else None if of_a_path else "w"  # computed: may be any
+        if isinstance(word, str) and set(word) <= set("rwaxbt+") and set(word) & set("wax+"):
+            return name
+    return ""
+
+
 def files() -> list[str]:
     """Files that are, or would be, committed."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -138,6 +188,7 @@ def main() -> int:
         findings += find(name, text)
         if name.startswith("packages/") and "/src/" in name and name.endswith(".py"):
             modules[name] = text
+            findings += writers(name, text)
     findings += doubled_names(modules)
     print("\n".join(findings) or f"tidy: {len(names)} files")
     return int(bool(findings))

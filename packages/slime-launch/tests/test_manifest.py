@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from slime_core.errors import DataError
 from slime_launch.calls import Watch
 from slime_launch.errors import ManifestError
 from slime_launch.flags import parse_train
@@ -211,3 +212,14 @@ def test_a_second_launcher_starts_nothing(tmp_path, holder, capsys, monkeypatch)
     said = capsys.readouterr().err
     assert said.startswith("slime-launch: --save") and f"in use by another run (process {holder.pid}" in said
     assert said.count("\n") == 1 and {path.name for path in tmp_path.rglob("*")} == before
+
+
+def test_a_lock_that_is_a_link_is_refused(tmp_path):
+    """Else a run would empty the file that it leads to."""
+    save, mine = tmp_path / "save", tmp_path / "mine"
+    save.mkdir()
+    mine.write_text("mine")
+    (save / LOCK).symlink_to(mine)
+    with pytest.raises(DataError, match="is not a regular file"), locked(save, check=lambda: None, seconds=0):
+        pass
+    assert mine.read_text() == "mine"

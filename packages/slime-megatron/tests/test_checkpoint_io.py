@@ -11,6 +11,7 @@ import pytest
 
 from slime_core.config import AlgorithmConfig
 from slime_megatron.checkpoint import TRACKER, check_checkpoint
+from slime_megatron.checkpoint_writer import _publish
 from slime_megatron.errors import CheckpointError
 
 ALGORITHM = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
@@ -239,3 +240,13 @@ def test_a_checkpoint_runs_no_code(ranks, tiny_model, tiny_config, tmp_path, ran
     assert caught.value.kind == "CheckpointError" and not (tmp_path / "ran").exists()
     pickle.loads(described.read_bytes())
     assert (tmp_path / "ran").exists()
+
+
+def test_the_newest_is_named_by_way_of_no_link(tmp_path):
+    save, mine = tmp_path / "save", tmp_path / "mine"
+    mine.write_text("mine")
+    (save / "iter_0000003.new").mkdir(parents=True)
+    for name in (TRACKER, f"{TRACKER}.tmp"):
+        (save / name).symlink_to(mine)
+    _publish(save / "iter_0000003.new", save / "iter_0000003", 3)
+    assert ((save / TRACKER).read_text(), mine.read_text()) == ("3", "mine")

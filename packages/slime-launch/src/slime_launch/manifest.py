@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from slime_core.files import read_text, write_whole
+from slime_core.files import open_to_append, read_text, write_whole
 from slime_core.types.checks import json_default
 from slime_launch.errors import ManifestError
 
@@ -130,7 +130,7 @@ def _try_to_lock(path: Path) -> TextIO | None:
     """The file, open and locked; ``None`` if another process has it, or has just removed it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack, contextlib.suppress(BlockingIOError, FileNotFoundError):
-        file = stack.enter_context(path.open("a+", encoding="utf-8"))
+        file = stack.enter_context(open_to_append(path))
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -87,7 +87,7 @@ def migrate(argv: list[str]) -> int:
     for line in report(done):
         print(plain(line))
     if given.toml:
-        Path(given.toml).write_text(as_toml(done.words), encoding="utf-8")
+        Path(given.toml).write_text(as_toml(done.words), encoding="utf-8")  # written: also to a device, as one said
         print(f"\nslime-launch {done.command} --config {shlex.quote(given.toml)}")
     else:
         print(f"\n{as_command(done)}")

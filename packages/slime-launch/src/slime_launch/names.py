@@ -155,7 +155,7 @@ def _published(name: str) -> str | None:
         return None
     directory = Path(_configs().name) / name.rpartition("/")[2]
     directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
+    (directory / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")  # written: a private folder
     return str(directory)
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime_core.files import whole_file
 from slime_launch.errors import RecipeError
 from slime_launch.parser import OneLineParser
 
@@ -138,8 +139,9 @@ def copy_recipe(recipe: RecipeFolder, target: Path) -> list[Path]:
     for path in recipe.files():
         place, content = target / path, (recipe.folder / path).read_bytes()
         place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(_renamed(content, recipe, target))
-        place.chmod((recipe.folder / path).stat().st_mode & 0o777)
+        with whole_file(place) as partial:
+            partial.write_bytes(_renamed(content, recipe, target))
+            partial.chmod((recipe.folder / path).stat().st_mode & 0o777)
         written.append(place)
     return written
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slime_core.files import open_file, write_whole
+from slime_core.files import open_file, open_to_append, write_whole
 from slime_core.types import TrainReport
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class SumLog:
             kept.append(json.dumps(line) + "\n")
             self._names = line.get("names", self._names)
         write_whole(self._path, "".join(kept))
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = open_to_append(self._path)
 
     def log(self, batch: ReadyRollout, report: TrainReport) -> None:
         """Write one rollout's; the names of weights stand where they are new."""

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime_core.files import read_text, write_whole
+from slime_core.files import open_to_append, read_text, write_whole
 from slime_core.types import Span, TrainReport
 from slime_launch.step_sums import SumLog
 
@@ -65,7 +65,7 @@ class Tracker:
         self._sums = SumLog(self._output_dir, iteration)
         path = self._output_dir / METRICS_FILE
         write_whole(path, "".join(_line(row) for row in self.rows))
-        self._file = path.open("a", encoding="utf-8")
+        self._file = open_to_append(path)
         self._events = None
         if self._tensorboard:
             with contextlib.suppress(FileNotFoundError):

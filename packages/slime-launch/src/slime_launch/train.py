@@ -150,13 +150,13 @@ def starting(cluster: ClusterConfig | None) -> Iterator[Callable[[Checked, Path]
 
     with temp_dir() as directory:
         if cluster is not None:
-            (directory / CLUSTER).write_bytes(pickle.dumps(cluster))
+            (directory / CLUSTER).write_bytes(pickle.dumps(cluster))  # written: a private folder
         driver = [sys.executable, "-P", "-m", "slime_launch.driver", str(directory), str(os.getpid())]
         with under_supervisor(driver, grace=STOP_SECONDS) as wait:
 
             def run(checked: Checked, output_dir: Path) -> int:
                 partial = directory / "partial"
-                partial.write_bytes(pickle.dumps(with_facts(checked)))
+                partial.write_bytes(pickle.dumps(with_facts(checked)))  # written: a private folder
                 partial.rename(directory / CHECKED)
                 code = wait()
                 if code in KILLED:

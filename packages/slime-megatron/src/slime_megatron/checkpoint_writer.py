@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from slime_convert.shape import ModelShape
+from slime_core.files import write_whole
 from slime_megatron.background import Background, LiveTensors
 from slime_megatron.checkpoint import OLD, TRACKER, iteration_directory
 from slime_megatron.checkpoint_files import DirectWriter
@@ -164,10 +165,7 @@ def _publish(temporary: Path, final: Path, iteration: int) -> None:
         shutil.rmtree(replaced)
     else:
         temporary.rename(final)
-    tracker = final.parent / TRACKER
-    newer = tracker.with_name(tracker.name + ".tmp")
-    newer.write_text(str(iteration))
-    newer.replace(tracker)
+    write_whole(final.parent / TRACKER, str(iteration))
 
 
 class InProcessSave(SaveShardedStrategy):  # type: ignore[misc]

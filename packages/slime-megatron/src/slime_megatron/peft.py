@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from slime_convert.shape import ModelShape
+from slime_core.files import write_whole
 from slime_megatron.model import Chunks, bare
 from slime_megatron.sync import WeightExport
 from slime_megatron.trained import Lora
@@ -46,7 +47,7 @@ def write_adapter(directory: Path, factors: dict[str, torch.Tensor], lora: Lora)
         "inference_mode": True,
         "modules_to_save": None,
     }
-    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_whole(directory / "adapter_config.json", json.dumps(config, indent=2) + "\n")
 
 
 def lora_of(model: Chunks) -> Lora | None:

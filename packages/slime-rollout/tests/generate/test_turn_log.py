@@ -204,3 +204,12 @@ def test_a_tool_without_json_ends_the_rollout(generate, custom, chat, answers):
     source = LOOP.replace('return {"name": name, "number": number}', "return object()")
     with pytest.raises(GenerationError, match=r"sample 10, .*tool: a tool's result must be JSON"):
         generate(custom(source), chat())
+
+
+@pytest.mark.parametrize("name", ["turns.jsonl", "turns.tmp"])
+def test_no_planted_link_is_followed(tmp_path, name):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / name).symlink_to(tmp_path / "mine")
+    TurnLog(tmp_path / "log" / "turns.jsonl").close()
+    assert (tmp_path / "mine").read_text() == "mine"

@@ -41,7 +41,7 @@ def main(jobs: str, results: str) -> None:
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
     from megatron.core.transformer.moe import moe_utils
 
-    with tempfile.TemporaryDirectory() as directory, Path(results).open("w") as file:
+    with tempfile.TemporaryDirectory() as directory, Path(results).open("w") as file:  # written: the parent's folder
         torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/rank", rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
         initialize_rng_tracker(inference_rng_tracker=True)  # which keeps no random state of a device

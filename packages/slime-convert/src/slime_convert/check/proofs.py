@@ -131,7 +131,8 @@ def _run_in_megatron(models: Sequence[TinyModel], directory: Path, *, wanted: bo
         return [{"not run": "megatron-core is not installed"}] * len(models)
     jobs, results = directory / "jobs.json", directory / "results.jsonl"
     not_run = [_why_not_run(model) for model in models]
-    jobs.write_text(json.dumps([_job(model) for model, reason in zip(models, not_run, strict=True) if not reason]))
+    run = [_job(model) for model, reason in zip(models, not_run, strict=True) if not reason]
+    jobs.write_text(json.dumps(run))  # written: a private folder
     results.touch()
     ended = "" if all(not_run) else _run_process(jobs, results)
     found = map(json.loads, results.read_text().splitlines())

@@ -247,7 +247,7 @@ def save(weights: _Weights, config: Mapping[str, Any], directory: Path) -> None:
     """Write a model directory."""
     directory.mkdir(exist_ok=True)
     save_file(weights, directory / WEIGHTS, metadata={"format": "pt"})
-    (directory / CONFIG).write_text(json.dumps(config))
+    (directory / CONFIG).write_text(json.dumps(config))  # written: a private folder
 
 
 def config_of(directory: Path) -> Any:

@@ -61,7 +61,7 @@ class TorchFile:
             self._begin, length = part or (0, size)
             if self._begin < 0 or length < 0 or self._begin + length > size:
                 raise ValueError(f"the file is cut off: it has {size} of {self._begin + length} bytes")
-            with zipfile.ZipFile(_Part(file.fileno(), self._begin, length)) as archive:
+            with zipfile.ZipFile(_Part(file.fileno(), self._begin, length)) as archive:  # noqa: TID251  (only its list)
                 self._records = {info.filename: info for info in archive.infolist()}
             self._places = {name: self._place(file.fileno(), info, length) for name, info in self._records.items()}
             (pickled,) = (name for name in self._records if name.count("/") == 1 and name.endswith("/data.pkl"))

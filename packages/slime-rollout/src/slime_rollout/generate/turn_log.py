@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from slime_core.files import whole_file
 from slime_core.types import Sample, Status
 from slime_core.types.checks import json_default
 from slime_rollout.errors import GenerationError
@@ -130,16 +131,12 @@ class TurnLog:
     def _rewrite(self) -> None:
         """Put what is still needed into a new file, in the place of the old one."""
         self.close()
-        new = self._path.with_suffix(".tmp")
-        with new.open("wb") as file:
+        with whole_file(self._path) as partial, partial.open("wb") as file:
             for index, entries in self._entries.items():
                 for key, content in entries.items():
                     file.write(orjson.dumps({"sample": index, "key": key, "value": orjson.Fragment(content)}) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
             self._written = file.tell()
-        new.replace(self._path)
-        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
         self._synced = time.monotonic()
 
 

@@ -17,6 +17,7 @@ from aiohttp import web
 
 from slime_core.config import AlgorithmConfig
 from slime_core.errors import SlimeError
+from slime_core.files import write_whole
 from slime_core.hooks import HookArgs
 from slime_core.metrics import eval_metrics, rollout_metrics
 from slime_core.schedule import train_samples
@@ -415,7 +416,7 @@ def write_prompts(path: Path, *, chat: bool) -> str:
     for question, answer in _SUMS:
         prompt: Prompt = [{"role": "user", "content": f"{question}?"}] if chat else f"{question} ="
         rows.append({"prompt": prompt, "label": answer})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 

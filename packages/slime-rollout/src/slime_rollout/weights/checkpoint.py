@@ -156,7 +156,8 @@ class CheckpointWriter(NewDirectory):
         index = {"metadata": {"total_size": self._bytes}, "weight_map": self._files}
         info = VersionInfo(version=self._version, checksums=self.checksums, first=first, sent=tuple(sorted(sent)))
         for name, content in ((INDEX_FILE, index), (VERSION_FILE, info)):
-            (self.path / name).write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1))
+            text = msgspec.json.format(msgspec.json.encode(content), indent=1)
+            (self.path / name).write_bytes(text)  # written: a folder that this process made
         return self.publish()
 
 

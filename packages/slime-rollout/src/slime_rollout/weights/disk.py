@@ -266,7 +266,7 @@ class DeltaWriter(NewDirectory):
     def add(self, name: str, base: torch.Tensor, new: torch.Tensor) -> None:
         """Write what changed in a tensor."""
         delta = encode_delta(base, new)
-        with (self.path / DELTA_FILE).open("ab") as file:
+        with (self.path / DELTA_FILE).open("ab") as file:  # written: a folder that this process made
             start = file.tell()
             file.write(delta)
         self.deltas[name] = TensorDelta(
@@ -291,7 +291,8 @@ class DeltaWriter(NewDirectory):
             tensors=self.deltas,
         )
         text = msgspec.json.encode(index)
-        (self.path / DELTA_INDEX).write_bytes(xxhash.xxh3_128_hexdigest(text).encode() + b"\n" + text)
+        index_bytes = xxhash.xxh3_128_hexdigest(text).encode() + b"\n" + text
+        (self.path / DELTA_INDEX).write_bytes(index_bytes)  # written: a folder that this process made
         self.publish()
 
 
