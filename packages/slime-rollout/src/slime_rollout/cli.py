@@ -29,8 +29,9 @@ RECEIVE_WEIGHTS = """\
 Keep a checkpoint on this machine up to date with the deltas that a trainer publishes in a directory which both see
 (--update-weight-mode delta). The trainer says when, and updates its engines here itself: give the address of --listen
 to the run as --update-weight-receivers. Every delta is verified, before and after, and applied in order; a version
-appears whole or not at all. Killed at any point and started again, it continues from what is there. The environment's
-SLIME_API_KEY is the key that requests must carry: give the run the same one as --sglang-api-key.
+appears whole or not at all. Killed at any point and started again, it continues from what is there.
+Requests must carry the key of the run that publishes in --from, which leaves a hash of it there. If the environment has
+SLIME_API_KEY, they must carry that one: give it to the run as --sglang-api-key. If it is empty, none is asked for.
 """
 # What a run requires and check-hooks does not.
 _STAND_INS: dict[str, Any] = {"hf_checkpoint": "", "prompt_data": "none given", "rollout_batch_size": 2}

@@ -429,5 +429,5 @@ def start_receiver(spec: GenerationSpec) -> DeltaReceiver | None:
         directory=str(spec.engine.update_weight_local_checkpoint_dir),
         hf_checkpoint=spec.rollout.data.hf_checkpoint,
         source=str(spec.engine.update_weight_disk_dir),
-        key=spec.engine.key,
+        key=spec.engine.key or "",
     )

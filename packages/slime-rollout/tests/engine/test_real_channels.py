@@ -71,6 +71,7 @@ class Parts:
             tp_size=1,
             hf_checkpoint=self.model_path,
             receivers=[self.receiver.url],
+            key="of-the-run",  # these engines ask for none, and the receiver does
         )
 
     def channel(self, transport):

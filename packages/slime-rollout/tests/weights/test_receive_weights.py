@@ -34,11 +34,12 @@ def listen(words):
     """Start the command, with a program that prepares the process; returns it and its address."""
     started = []
 
-    def listen(prepare="", where="127.0.0.1:0", key=None):
+    def listen(prepare="", where="127.0.0.1:0", key=None, said=None):
         program = f"import sys; {prepare}from slime_rollout.cli import main; sys.exit(main(sys.argv[1:]))"
         command = [sys.executable, "-c", program, "receive-weights", *words, "--listen", where]
         env = os.environ if key is None else os.environ | {"SLIME_API_KEY": key}
-        started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+        pipes = {"stdout": subprocess.PIPE, "stderr": said or None}
+        started.append(subprocess.Popen(command, env=env, text=True, **pipes))
         return started[-1], started[-1].stdout.readline().split()[-1]
 
     yield listen
@@ -52,10 +53,10 @@ def listen(words):
 def push(engines, source, hf_checkpoint, first, step):
     """Send one version to a receiver."""
 
-    def push(url):
+    def push(url, key="of-the-run"):
         urls = tuple(engine.url for engine in engines)
         channel = DeltaWeightChannel(
-            urls, directory=str(source), hf_checkpoint=str(hf_checkpoint), receivers=(url,), check=False
+            urls, directory=str(source), hf_checkpoint=str(hf_checkpoint), receivers=(url,), check=False, key=key
         )
         channel.begin(WeightUpdate(version=1))
         channel.send(list(step(first, 1).items()))
@@ -77,7 +78,9 @@ def test_a_trainer_updates_its_engines_through_a_receiver_that_listens(
     found = {name: tensor_checksum(reader.read(name)) for name in reader.names}
     assert found == {name: tensor_checksum(tensor) for name, tensor in (first | step(first, 1)).items()}
     assert [engine.version for engine in engines] == ["1", "1"]
-    assert call("POST", f"{url}/pull", {"version": 1})["path"] == str(path)
+    with pytest.raises(HttpError, match="not the key of the run that publishes"):
+        call("POST", f"{url}/pull", {"version": 1})
+    assert call("POST", f"{url}/pull", {"version": 1}, key="of-the-run")["path"] == str(path)
     listening.send_signal(signal.SIGINT)
     assert listening.wait(120) == 130
 
@@ -89,6 +92,14 @@ def test_it_listens_on_ipv6_and_takes_its_key_from_the_environment(listen):
         with pytest.raises(HttpError) as caught:
             call("POST", f"{url}/pull", {"version": 1}, key=key)
         assert caught.value.status == status
+
+
+def test_an_empty_key_is_none_and_is_warned_of(listen, push, tmp_path):
+    with (tmp_path / "said").open("w") as said:
+        _, url = listen(key="", said=said)
+    push(url, key=None)
+    assert call("POST", f"{url}/pull", {"version": 1})["path"]
+    assert "SLIME_API_KEY is empty: whoever reaches --listen" in (tmp_path / "said").read_text()
 
 
 def test_a_full_disk_is_an_error_that_names_the_file_and_nothing_is_left(listen, push, tmp_path):

@@ -18,10 +18,12 @@ from safetensors.torch import save_file
 from slime_core.errors import DamagedError, DataError, IntegrityError, WrongBaseError
 from slime_core.types import WeightUpdate
 from slime_rollout.engine import WeightSyncError
-from slime_rollout.http import HttpError, call
+from slime_rollout.http import HttpError, call, key_headers
 from slime_rollout.weights import DeltaReceiver, DeltaWeightChannel, LocalCheckpoint, verify_checkpoint
 from slime_rollout.weights.checkpoint import CheckpointReader, CheckpointWriter, tensor_checksum
+from slime_rollout.weights.disk import KEY_FILE, publish_key
 
+KEY = "of-the-run"
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -131,7 +133,13 @@ def channel(engines, receiver, hf_checkpoint, source):
         directory=str(source),
         hf_checkpoint=str(hf_checkpoint),
         receivers=(receiver.url,),
+        key=KEY,
     )
+
+
+def publish(source):
+    source.mkdir()
+    publish_key(source, KEY)
 
 
 def push(channel, weights, version):
@@ -354,7 +362,7 @@ def test_a_chain_longer_than_the_model_begins_anew_and_the_old_files_go(channel,
         weights = {"big": torch.randn(50, 50, generator=torch.Generator().manual_seed(version))}
         push(channel, weights, version)
     kept = sorted(path.name for path in source.iterdir())
-    assert kept == ["weight_v000003"]
+    assert kept == [KEY_FILE, "weight_v000003"]
     late = LocalCheckpoint(tmp_path / "late", hf_checkpoint, source)
     assert CheckpointReader(late.pull(3).path).read("big").equal(weights["big"])
 
@@ -375,9 +383,10 @@ def test_a_receivers_error_reaches_the_sender_and_engines_stay_as_they_are(
 
 
 @pytest.mark.parametrize("asked", [{}, {"version": "x"}, [1]])
-def test_a_receiver_says_what_it_wants_to_be_asked(receiver, asked):
+def test_a_receiver_says_what_it_wants_to_be_asked(receiver, source, asked):
+    publish(source)
     with pytest.raises(HttpError, match="POST /pull") as caught:
-        call("POST", receiver.url + "/pull", asked)
+        call("POST", receiver.url + "/pull", asked, key=KEY)
     assert caught.value.status == 400
 
 
@@ -393,12 +402,13 @@ def test_a_receiver_says_what_it_wants_to_be_asked(receiver, asked):
         ({"Content-Length": "14"}, 409),  # no such version
     ],
 )
-def test_a_request_is_small_and_comes_from_no_page(receiver, headers, status):
+def test_a_request_is_small_and_comes_from_no_page(receiver, source, headers, status):
     """A request that announced 400 MB was read, and one from any page of a browser on this machine."""
+    publish(source)
     where = urlsplit(receiver.url)
     with contextlib.closing(http.client.HTTPConnection(where.hostname, where.port, timeout=20)) as connection:
         connection.putrequest("POST", "/pull")
-        for name, value in headers.items():
+        for name, value in (headers | key_headers(KEY)).items():
             connection.putheader(name, value)
         connection.endheaders()
         connection.send(b'{"version": 7}')
@@ -423,6 +433,45 @@ def test_only_whoever_has_the_key_can_ask(engines, hf_checkpoint, source, tmp_pa
         )
         push(channel, first, 1)
     assert_holds(tmp_path / "local" / "weight_v000001", first)
+
+
+def test_by_default_only_the_run_that_publishes_can_ask(channel, receiver, source, tmp_path, first):
+    """Whoever reached the port could ask, unless somebody had set a key on both sides."""
+    keys = (None, "", "another", KEY[:-1], KEY)
+
+    def statuses(version=1):
+        found = []
+        for key in keys:
+            try:
+                call("POST", receiver.url + "/pull", {"version": version}, key=key)
+                found.append(200)
+            except HttpError as error:
+                found.append(error.status)
+        return found
+
+    assert statuses() == [401] * 5  # nobody has published anything
+    push(channel, first, 1)
+    assert statuses() == [401] * 4 + [200]
+    assert_holds(tmp_path / "local" / "weight_v000001", first)
+    published = source / KEY_FILE
+    assert KEY not in published.read_text()
+    push(dataclasses.replace(channel, key="another"), first, 2)  # a run that goes on has another key
+    assert statuses(version=2) == [401, 401, 200, 401, 401]
+    for damage in ("", "no hash", "a b c", "é " * 50, "x" * 10_000):
+        published.write_text(damage)
+        assert statuses() == [401] * 5
+    published.unlink()
+    os.mkfifo(published)
+    assert statuses() == [401] * 5
+    with pytest.raises(HttpError, match=r"not the key of the run that publishes in the receiver's --from"):
+        call("POST", receiver.url + "/pull", {"version": 1}, key=KEY)
+
+
+def test_no_key_is_asked_for_where_that_is_said(hf_checkpoint, source, tmp_path, channel, first):
+    push(channel, first, 1)
+    where = {"directory": str(tmp_path / "other"), "hf_checkpoint": str(hf_checkpoint), "source": str(source)}
+    with DeltaReceiver(**where, key="") as receiver:
+        assert call("POST", receiver.url + "/pull", {"version": 1})["checksums"]
 
 
 def test_checksums_that_are_not_the_senders_are_an_error(engines, first, hf_checkpoint, source):
@@ -466,7 +515,7 @@ def test_the_first_checkpoint_is_kept_wherever_it_is(engines, source, tmp_path, 
     writer.finish()
     with DeltaReceiver(directory=str(tmp_path / "local"), hf_checkpoint=str(kept), source=str(source)) as receiver:
         channel = DeltaWeightChannel(
-            (engines[0].url,), directory=str(source), hf_checkpoint=str(kept), receivers=(receiver.url,)
+            (engines[0].url,), directory=str(source), hf_checkpoint=str(kept), receivers=(receiver.url,), key=KEY
         )
         push(channel, step(first, 1), 1)
     assert sorted(path.name for path in kept.parent.iterdir()) == ["weight_v000001", "weight_v000009"]

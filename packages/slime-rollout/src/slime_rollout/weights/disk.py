@@ -10,8 +10,12 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
+import hashlib
+import hmac
 import itertools
 import logging
+import secrets
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +27,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from slime_core.errors import DamagedError, DataError, IntegrityError
+from slime_core.files import read_text, write_whole
 from slime_core.interfaces import NamedTensors
 from slime_rollout.engine import WeightSyncError
 from slime_rollout.weights.channel import EngineChannel, engine_weight_version
@@ -55,6 +60,9 @@ logger = logging.getLogger(__name__)
 DELTA_INDEX, DELTA_FILE = "index.json", "deltas.bin"
 DELTA_FORMAT = 2
 OLD_INDEX = "index.slwi"  # of format version 1
+KEY_FILE = "receivers.hash"
+_KEY_BYTES = 200
+_ROUNDS = 100_000
 _STRETCH = 2**20  # elements that are encoded at a time
 _SPARSE = 8  # up to one in so many elements changed: only these are written
 _LEVEL = 1  # zstandard's; level 3 makes deltas no smaller and takes up to twice the time
@@ -146,6 +154,7 @@ class DeltaWeightChannel(_FileChannel):
     The last confirmed version is kept in memory. Without it, as in a new process or after an error, deltas are made
     from ``hf_checkpoint``; also once the chain of deltas is larger than the model, so that a new receiver has less to
     apply. Versions published before that are removed, whichever process wrote them, unless ``keep_files`` is set.
+    Receivers know the ``key`` by :func:`publish_key`.
     """
 
     receivers: tuple[str, ...] = ()
@@ -154,6 +163,7 @@ class DeltaWeightChannel(_FileChannel):
         super().__post_init__()
         if len(self.receivers) not in (1, len(self.engine_urls)):
             raise WeightSyncError(f"{len(self.receivers)} receivers for {len(self.engine_urls)} engines; give one each")
+        self._has_published_key = False
         self._start_over()
 
     def _start_over(self) -> None:
@@ -193,6 +203,9 @@ class DeltaWeightChannel(_FileChannel):
     def _publish(self) -> tuple[dict[str, str], dict[str, str]]:
         self._after = self._before | {name: delta.result for name, delta in self._writer.deltas.items()}
         self._writer.finish(self._version, self._last_version, self._before, self._after)
+        if self.key is not None and not self._has_published_key:
+            publish_key(Path(self.directory), self.key)
+            self._has_published_key = True
         receivers = tuple(dict.fromkeys(self.receivers))
         paths = dict(zip(receivers, self._on_all(self._pull, receivers), strict=True))
         pairs = zip(self.engine_urls, itertools.cycle(self.receivers), strict=False)
@@ -294,6 +307,29 @@ class DeltaWriter(NewDirectory):
         index_bytes = xxhash.xxh3_128_hexdigest(text).encode() + b"\n" + text
         (self.path / DELTA_INDEX).write_bytes(index_bytes)  # written: a folder that this process made
         self.publish()
+
+
+def publish_key(directory: Path, key: str) -> None:
+    """Let receivers know a key, by a hash in the directory where versions are published, which both sides see.
+
+    The file is ``SALT HASH``: PBKDF2 with HMAC-SHA256 and 100,000 rounds, for keys that somebody has thought of.
+    """
+    salt = secrets.token_hex(16)
+    write_whole(directory / KEY_FILE, f"{salt} {_key_hash(key, salt)}\n")
+
+
+def is_published_key(directory: Path, key: str) -> bool:
+    """Whether the last :func:`publish_key` was of this key."""
+    try:
+        salt, expected = read_text(directory / KEY_FILE, most=_KEY_BYTES).split()
+    except (OSError, ValueError, DataError):  # none was published
+        return False
+    return hmac.compare_digest(_key_hash(key, salt).encode(), expected.encode())
+
+
+@functools.lru_cache(maxsize=4)  # a run asks with the same one each time
+def _key_hash(key: str, salt: str) -> str:
+    return hashlib.pbkdf2_hmac("sha256", key.encode(errors="replace"), salt.encode(), _ROUNDS).hex()
 
 
 def published_versions(directory: Path) -> list[Path]:

@@ -34,7 +34,14 @@ from slime_rollout.weights.checkpoint import (
     version_name,
     written_versions,
 )
-from slime_rollout.weights.disk import DeltaIndex, apply_delta, first_tensor, read_index
+from slime_rollout.weights.disk import (
+    KEY_FILE,
+    DeltaIndex,
+    apply_delta,
+    first_tensor,
+    is_published_key,
+    read_index,
+)
 
 READ_SECONDS = 30.0
 FILE_BYTES = 2**29
@@ -181,8 +188,9 @@ class DeltaReceiver(contextlib.AbstractContextManager["DeltaReceiver"]):
     """A small HTTP service that brings the checkpoint of this machine up to date when the sender asks for it.
 
     ``POST /pull {"version": 7}`` returns ``path``, what engines load, and ``checksums``, name → checksum as found after
-    the deltas were applied; or status 409 with ``error`` and ``message``. With a ``key``, requests that do not carry it
-    as engines take theirs (``Authorization: Bearer``) get status 401.
+    the deltas were applied; or status 409 with ``error`` and ``message``. Requests carry a key as those of engines do
+    (``Authorization: Bearer``); others get status 401. It is ``key``, or by default that of the run that publishes in
+    ``source``; with ``""`` none is asked for.
 
     ``directory`` is for copies of the model; one that is there is continued. ``hf_checkpoint`` must be the same as at
     the sender, which publishes versions in ``source``. The port 0 is a free one.
@@ -199,7 +207,7 @@ class DeltaReceiver(contextlib.AbstractContextManager["DeltaReceiver"]):
         key: str | None = None,
     ) -> None:
         checkpoint = LocalCheckpoint(Path(directory).absolute(), Path(hf_checkpoint), Path(source).absolute())
-        self._server = _Server(host, port, functools.partial(_Handler, checkpoint, key))
+        self._server = _Server(host, port, functools.partial(_Handler, checkpoint, key, Path(source).absolute()))
         self.url = address(host, self._server.server_port)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True)
         self._thread.start()
@@ -223,18 +231,25 @@ class _Server(http.server.ThreadingHTTPServer):
 class _Handler(http.server.BaseHTTPRequestHandler):
     timeout = READ_SECONDS
 
-    def __init__(self, checkpoint: LocalCheckpoint, key: str | None, *args: Any) -> None:
-        self._checkpoint, self._key = checkpoint, key
+    def __init__(self, checkpoint: LocalCheckpoint, key: str | None, source: Path, *args: Any) -> None:
+        self._checkpoint, self._key, self._source = checkpoint, key, source
         super().__init__(*args)
 
     def _is_allowed(self) -> bool:
-        given = self.headers.get("Authorization", "")
-        return self._key is None or hmac.compare_digest(given.encode(), f"Bearer {self._key}".encode())
+        kind, _, given = self.headers.get("Authorization", "").partition(" ")
+        if self._key is None:
+            return kind == "Bearer" and is_published_key(self._source, given)
+        return not self._key or (kind == "Bearer" and hmac.compare_digest(given.encode(), self._key.encode()))
 
     def do_POST(self) -> None:
         """Respond to ``/pull``."""
         if not self._is_allowed():
             message = f"give the run the key that the receiver has as {API_KEY}, as --sglang-api-key"
+            if self._key is None:
+                message = (
+                    f"this is not the key of the run that publishes in the receiver's --from ({KEY_FILE} there); a run "
+                    f'with --sglang-api-key "" has none: start the receiver with {API_KEY}= to ask for none'
+                )
             self._answer(401, {"error": "Unauthorized", "message": message})
             return
         if (origin := self.headers.get("Origin")) is not None:
@@ -270,7 +285,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 def serve(source: str, directory: str, hf_checkpoint: str, listen: str) -> None:
     """Apply deltas until the process is ended; a `ConfigError` if a directory or the address cannot be used.
 
-    The environment's ``SLIME_API_KEY`` is the key that requests must carry.
+    Requests carry the key of the run that publishes in ``source``, or that of the environment's ``SLIME_API_KEY``; none
+    if that is empty.
     """
     published, local = Path(source).absolute(), Path(directory).absolute()
     if published.resolve() == local.resolve():
@@ -283,9 +299,9 @@ def serve(source: str, directory: str, hf_checkpoint: str, listen: str) -> None:
         raise ConfigError(f"--listen {listen} is not an address; give HOST:PORT, such as 0.0.0.0:9000")
     CheckpointReader(Path(hf_checkpoint))  # fails now where it holds no weights, and not at the first update
     _lock(local)
-    key = os.environ.get(API_KEY) or None
-    if key is None and host not in (LOOPBACK, "::1", "localhost"):
-        logger.warning("--listen %s without %s: whoever reaches the port can ask for versions", listen, API_KEY)
+    key = os.environ.get(API_KEY)
+    if key == "":
+        logger.warning("%s is empty: whoever reaches --listen %s can ask for versions", API_KEY, listen)
     try:
         receiver = DeltaReceiver(
             directory=directory, hf_checkpoint=hf_checkpoint, source=source, host=host, port=int(port), key=key
