@@ -32,7 +32,7 @@ AT_ONCE = 3
 
 @dataclass(frozen=True)
 class Traps:
-    """A stranger's folder, a folder of our own beside it, and the file that what runs of the first adds a line to."""
+    """A stranger's folder, a folder of our own next to it, and the file that what runs of the first adds a line to."""
 
     folder: Path
     own: Path

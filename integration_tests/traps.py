@@ -71,7 +71,7 @@ def make_traps(folder: Path, engine_packages: Path | None) -> Path:
 
 
 def trapped_model(source: Path, target: Path) -> Path:
-    """A copy of a model whose config asks for Python files beside it."""
+    """A copy of a model whose config asks for Python files next to it."""
     shutil.copytree(source, target)
     path = target / "config.json"
     config = json.loads(path.read_text())

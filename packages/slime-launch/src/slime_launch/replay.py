@@ -109,8 +109,8 @@ def replay(argv: Sequence[str]) -> int:
         raise FlagError("--step 0: steps are counted from 1, as on the console; rollout_id 0 is --step 1")
     run = WrittenRun(Path(runs[0]))
     found = find_start(run, config.step - 1)
-    if not config.run_its_code and not is_own(run.resolved) and (code := list(code_of(run))):
-        ask(run, code)
+    if not config.run_its_code and not is_own(run.resolved) and (named := list(code_of(run))):
+        ask(run, named)
     output_dir = Path(config.output_dir or _own_folder(run, config.step))
     if output_dir.resolve() == run.directory.resolve():
         raise FlagError(f"--output-dir {output_dir} is the run itself; give another, or leave it out")
