@@ -82,6 +82,14 @@ def test_a_kind_of_failure_has_its_tests(kind: str) -> None:
         assert is_full(tree, function), f"{place}::{name} runs in scripts/test; write it without italics"
 
 
+def test_tests_in_italics_on_the_page_of_security_run_in_full_alone() -> None:
+    named = NAME.findall(" ".join(re.findall(r"\*(`[^`]+`)\*", SECURITY.read_text(encoding="utf-8"))))
+    assert named
+    for place, name in named:
+        tree, [function] = functions(place, name)
+        assert is_full(tree, function), f"{place}::{name} runs in scripts/test; write it without italics"
+
+
 def test_a_test_that_does_not_exist_is_found() -> None:
     with pytest.raises(ValueError, match="not enough values"):
         _, [_] = functions("routing", "test_that_nobody_wrote")

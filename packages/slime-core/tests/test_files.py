@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from slime_core.errors import DataError
+from slime_core.errors import DamagedError, DataError
 from slime_core.files import (
-    MOST_BYTES,
-    check_folder,
+    naming_damage,
     open_file,
     open_to_append,
     read_bytes,
     read_gzip,
+    read_json,
     read_text,
     whole_file,
     write_whole,
@@ -121,26 +121,6 @@ def test_what_has_no_end_is_not_read(no_file, read):
         read(no_file)
 
 
-def test_a_folder_that_another_library_reads_has_an_end(tmp_path):
-    (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / "more").mkdir()
-    (tmp_path / "model.safetensors").symlink_to("more")
-    (tmp_path / "gone").symlink_to("nowhere")
-    check_folder(tmp_path)
-    os.mkfifo(tmp_path / "vocab.json")
-    with pytest.raises(DataError, match=r"vocab\.json is not a regular file, so .* is not read; remove it"):
-        check_folder(tmp_path)
-    (tmp_path / "vocab.json").unlink()
-    (tmp_path / "vocab.json").symlink_to("/dev/zero")
-    with pytest.raises(DataError, match=r"vocab\.json is not a regular file"):
-        check_folder(tmp_path)
-    (tmp_path / "vocab.json").unlink()
-    with (tmp_path / "vocab.json").open("wb") as file:
-        file.truncate(MOST_BYTES + 1)
-    with pytest.raises(DataError, match=r"vocab\.json has 1,073,741,825 bytes; at most 1,073,741,824 are read"):
-        check_folder(tmp_path)
-
-
 def test_a_file_is_read_up_to_a_size(tmp_path):
     path = tmp_path / "x"
     path.write_bytes("12345678ä".encode())
@@ -148,7 +128,7 @@ def test_a_file_is_read_up_to_a_size(tmp_path):
     with pytest.raises(DataError, match="x has 10 bytes; at most 9 are read"):
         read_bytes(path, most=9)
     os.truncate(path, 2**40)  # sparse: it takes no room on the disk
-    with pytest.raises(DataError, match=r"x has 1,099,511,627,776 bytes; at most 1,073,741,824 are read"):
+    with pytest.raises(DataError, match=r"x has 1,099,511,627,776 bytes; at most 536,870,912 are read"):
         read_bytes(path)
     path.write_bytes(b"\xff")
     with pytest.raises(ValueError, match="utf-8"):
@@ -182,3 +162,23 @@ def test_what_is_added_to_is_a_regular_file(tmp_path):
         with pytest.raises(DataError, match=f"{name} is not a regular file, so nothing is added to it; remove it"):
             open_to_append(tmp_path / name)
     assert (tmp_path / "log").read_text() == "one two" and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("text", [b"[" * 100_000, b'{"a":' * 100_000, b"[1,]", b"\xff", b"", b"9" * 5000])
+def test_what_is_no_json_is_a_value_error(tmp_path, text):
+    (tmp_path / "a.json").write_bytes(text)
+    with pytest.raises(ValueError):
+        read_json(tmp_path / "a.json")
+    (tmp_path / "a.json").write_text('{"a": [1]}')
+    assert read_json(tmp_path / "a.json") == {"a": [1]}
+
+
+@pytest.mark.parametrize(
+    "cause", [KeyError("a"), TypeError("no\nnumber"), RecursionError(), OverflowError("too large")]
+)
+def test_damage_is_named_with_its_file(cause):
+    said = rf"^a.json is damaged \({type(cause).__name__}: .*\); get it again$"
+    with pytest.raises(DamagedError, match=said), naming_damage("a.json"):
+        raise cause
+    with pytest.raises(OSError, match="gone"), naming_damage("a.json"):
+        raise OSError("gone")

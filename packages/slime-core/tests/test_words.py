@@ -1,6 +1,6 @@
 import pytest
 
-from slime_core.words import counted, did_you_mean, duration
+from slime_core.words import MOST_CHARACTERS, counted, did_you_mean, duration, shortened
 
 
 @pytest.mark.parametrize(("number", "words"), [(0, "0 steps"), (1, "1 step"), (2, "2 steps"), (2000, "2,000 steps")])
@@ -36,3 +36,10 @@ def test_a_time_is_never_shown_as_zero_of_a_unit(seconds, words):
 def test_names_like_a_misspelt_one_are_named(name, words):
     known = ["train", "train-async", "plan", "--colocate", "--lr-decay-iters", "--lr-decay-style"]
     assert did_you_mean(name, known) == words
+
+
+def test_the_middle_of_a_very_long_line_is_left_out():
+    long = f"the name {'x' * 70_000} is unknown; correct it"
+    first, second = shortened(f"a line\n{long}").splitlines()
+    assert first == "a line" and len(second) == MOST_CHARACTERS + 3
+    assert second.startswith("the name xx") and "x … x" in second and second.endswith("is unknown; correct it")

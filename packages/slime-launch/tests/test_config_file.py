@@ -278,3 +278,21 @@ def test_secrets_are_known_by_name_by_form_and_by_the_environment():
         "train_env_vars": f'{{"OPENAI_API_KEY": "{HIDDEN}", "A": "b"}}', "note": HIDDEN, "plain": "text",
         "url": f"http://h/x?api_key={HIDDEN}&y=1", "list": [f"Bearer {HIDDEN}", "fine"], "empty_token": None,
     }  # fmt: skip
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("a.toml", "a = " + "[" * 100_000, "nested too deeply"),
+        ("a.toml", "a = " + "9" * 5000, "cannot be read: .*4300 digits"),
+        ("a.toml", "a = 0x" + "f" * 5000, "a cannot be read: .*4300 digits"),
+        ("a.toml", "# " + "x" * 2**20, "cannot be read: .*at most 524,288"),
+        ("a.yaml", "a: {!!binary aGk= : 1}", "a is not what JSON holds"),
+    ],
+    ids=range(5),
+)
+def test_what_no_command_line_can_have_is_refused(name, text, problem, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=f"^--config .*{name}.*{problem}"):
+        with_config(["--config", str(tmp_path / name)])

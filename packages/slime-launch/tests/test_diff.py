@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from slime_core.errors import DamagedError
 from slime_launch.diff import diff
 from slime_launch.errors import FlagError, PreflightError
 from slime_launch.tracking import Tracker
@@ -301,4 +302,18 @@ def test_a_run_that_was_killed_before_its_first_rollout_is_not_equal_to_anything
         diff(runs)
     (tmp_path / "a" / "settings.json").write_text('{"settings": ')
     with pytest.raises(PreflightError, match=r"settings.json cannot be read"):
+        diff(runs)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("settings.json", "[]"), ("settings.json", '{"settings": {"a": 1}}'), ("metrics.jsonl", "{}"),
+        ("sums.jsonl", '{"rollout_id": 0}'), ("sums.jsonl", '{"rollout_id": 0, "samples": 1, "index": 2}'),
+    ],
+)  # fmt: skip
+def test_what_no_run_writes_is_one_line(tmp_path, file, content):
+    runs = [Written().write(tmp_path / name) for name in "ab"]
+    (tmp_path / "b" / file).write_text(content)
+    with pytest.raises(DamagedError, match=r"b.* is damaged"):
         diff(runs)

@@ -223,3 +223,25 @@ def test_a_lock_that_is_a_link_is_refused(tmp_path):
     with pytest.raises(DataError, match="is not a regular file"), locked(save, check=lambda: None, seconds=0):
         pass
     assert mine.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"iteration": "3"}, {"checkpoint": 5}, {"checkpoint": "../iter_0000003"}, {"checkpoint": "/tmp"}, {"flags": []},
+        {"source_state": None}, {"load": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_no_run_writes_is_refused(tmp_path, change):
+    write_manifest(tmp_path, manifest(3))
+    values = json.loads((tmp_path / "manifest.json").read_text())
+    (tmp_path / "manifest.json").write_text(json.dumps(values | change))
+    with pytest.raises(ManifestError, match=f"manifest.json is not a valid manifest .*{next(iter(change))}"):
+        read_manifest(tmp_path)
+
+
+def test_one_that_is_nested_too_deeply_is_refused(tmp_path):
+    (tmp_path / "manifest.json").write_text("[" * 100_000)
+    with pytest.raises(ManifestError, match=r"is not a valid manifest .it is nested too deeply"):
+        read_manifest(tmp_path)

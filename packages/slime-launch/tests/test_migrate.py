@@ -407,3 +407,15 @@ def test_adapters_have_the_alpha_of_the_launcher_that_they_come_from(command):
         made = migrated(TrainCommand(entry, [*words, *more], [])).words
         assert made.count("--lora-alpha") == 1 and made[made.index("--lora-alpha") + 1] == alpha
     assert "--lora-alpha" not in migrated(TrainCommand(entry, words[:-2], [])).words
+
+
+def test_what_is_no_text_is_no_script(script, capsys):
+    script.write_bytes(b"\xff" + SCRIPT.encode())
+    assert main(["migrate", str(script)]) == 2
+    assert "cannot be read as a script" in capsys.readouterr().err
+
+
+def test_a_sourced_file_that_is_no_text_is_left_out(script, capsys):
+    (script.parent / "models" / "tiny.sh").write_bytes(b"\xff")
+    assert main(["migrate", str(script)]) == 1
+    assert "MODEL_ARGS is assigned in no file that could be read" in capsys.readouterr().err

@@ -59,3 +59,21 @@ def test_the_reference_is_never_a_trained_checkpoint(tmp_path):
     for load in (None, run):
         with pytest.raises(ConfigError, match="--ref-load"):
             reference_source(load, None, own)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("content", [b"\xcc", b"9" * 999, b"7" * 2000, "٣".encode(), None])
+def test_a_damaged_tracker_is_named(tmp_path, content):
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    if content is None:
+        tracker.mkdir()  # is passed over
+    else:
+        tracker.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"latest_checkpointed_iteration.txt"):
+        find_checkpoint(tmp_path)
+
+
+def test_a_description_that_is_nested_too_deeply_is_named(tmp_path):
+    (make(tmp_path / "other") / "metadata.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"invalid JSON .it is nested too deeply"):
+        find_checkpoint(tmp_path / "other")

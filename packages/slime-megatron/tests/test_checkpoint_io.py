@@ -11,6 +11,7 @@ import pytest
 
 from slime_core.config import AlgorithmConfig
 from slime_megatron.checkpoint import TRACKER, check_checkpoint
+from slime_megatron.checkpoint_io import naming_failures
 from slime_megatron.checkpoint_writer import _publish
 from slime_megatron.errors import CheckpointError
 
@@ -250,3 +251,10 @@ def test_the_newest_is_named_by_way_of_no_link(tmp_path):
         (save / name).symlink_to(mine)
     _publish(save / "iter_0000003.new", save / "iter_0000003", 3)
     assert ((save / TRACKER).read_text(), mine.read_text()) == ("3", "mine")
+
+
+@pytest.mark.parametrize("cause", [ValueError("Unknown endianness type: x"), IndexError("list index out of range")])
+def test_what_torch_raises_over_damaged_files_is_one_line(cause):
+    said = f"^cannot read it: {cause}; give another$"
+    with pytest.raises(CheckpointError, match=said), naming_failures("cannot read it", "give another"):
+        raise cause

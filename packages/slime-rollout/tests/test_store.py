@@ -195,3 +195,18 @@ def test_the_state_of_the_data_lies_beside_its_rollout(tmp_path):
         store.read_source_state(2)
     with pytest.raises(DataError, match=r"source_0000001\.json, .* is missing"):
         store.read_source_state(1)
+
+
+def test_a_state_that_is_nested_too_deeply_is_torn(tmp_path):
+    store = RolloutStore(tmp_path)
+    store.write(batch().columns(), {})
+    (tmp_path / "source_0000012.json").write_text("[" * 100_000)
+    with pytest.raises(DataError, match=r"is missing or torn .it is nested too deeply"):
+        store.read_source_state(12)
+
+
+@pytest.mark.skipif(not Path("/dev/tty").exists(), reason="there is no terminal's device")
+def test_a_rollout_that_cannot_be_opened_is_named(tmp_path):
+    (tmp_path / "rollout_0000012.npz").symlink_to("/dev/tty")
+    with pytest.raises(DataError, match=r"rollout_0000012.npz is torn or not a rollout"):
+        RolloutStore(tmp_path).read(12)

@@ -48,3 +48,31 @@ def test_what_is_not_taken(text, load):
     for written in (False, True):
         with pytest.raises(ConfigError, match=r"--file .*a.yaml, line \d: invalid YAML"):
             load(text, written=written)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[" * 100_000, "brackets are nested too deeply"),
+        ("{a: " * 100_000, "brackets are nested too deeply"),
+        ("- " * 20_000, "nested too deeply"),
+        ("a: &a {b: *a}", "aliases make 1,000,000 values of it or more"),
+        ("&a [*a]", "aliases make 1,000,000 values of it or more"),
+        ("a: " + "9" * 5000, "a value that cannot be read: Exceeds the limit"),
+        ("a: 2001-99-99", "a value that cannot be read: month must be in 1..12"),
+        ("a: " + "x" * 2**20, "at most 524,288 are read"),
+    ],
+    ids=range(8),
+)
+def test_what_asks_for_too_much_is_refused(text, problem, load):
+    with pytest.raises(ConfigError, match=f"^--file .*{problem}"):
+        load(text)
+
+
+def test_aliases_of_aliases_are_counted(load):
+    lines = ["a: &a [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]" for before, name in ("ab", "bc", "cd", "de", "ef")]
+    assert len(load("\n".join(lines[:5]))["e"]) == 10
+    with pytest.raises(ConfigError, match="aliases make 1,000,000 values"):
+        load("\n".join(lines))

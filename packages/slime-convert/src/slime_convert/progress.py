@@ -15,6 +15,7 @@ from typing import Any, TextIO
 OnProgress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all: first with what an earlier run left, then as bytes are written."""
 
+_LONGEST = 2000  # characters of a line
 _LOG_SECONDS, _LOG_PERCENT, _LOG_PAUSE_SECONDS = 60.0, 5, 2.0
 
 
@@ -122,7 +123,10 @@ def say(line: str) -> None:
     with suppress(OSError, ValueError):
         if sys.stderr.isatty():
             sys.stderr.write("\r\x1b[K")  # where the progress may stand
-        sys.stderr.write(f"{printable(' '.join(line.split()))}\n")
+        text = printable(" ".join(line.split()))
+        if len(text) > _LONGEST:  # a name in a file that is not one's own has any length
+            text = f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
+        sys.stderr.write(f"{text}\n")
     flush_or_drop(sys.stderr)
 
 

@@ -460,3 +460,10 @@ def test_layers_of_a_stack_are_found_back():
         assert Place((key,), number) in places(name)
     for alone in ("decoder.layers.2.mlp.linear_fc2.weight", "decoder.final_layernorm.weight"):
         assert list(layers_under(alone, (5,))) == [(alone, (5,))]
+
+
+def test_what_describes_nothing_is_refused_before_torch_reads_it(written):
+    """torch would look for another file instead, and log what it did not find."""
+    (written / ".metadata").write_bytes(pickle.dumps((1, 2), 4))
+    with pytest.raises(CheckpointError, match=r"cannot read .*\.metadata \(it holds something else than Metadata\)"):
+        check_metadata(written)

@@ -8,20 +8,24 @@ from __future__ import annotations
 import contextlib
 import errno
 import gzip
+import json
 import os
 import re
 import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO
 
-from slime_core.errors import DataError
+from slime_core.errors import DamagedError, DataError
 
-MOST_BYTES = 2**30
+MOST_BYTES = 2**29
 """Of a file that is read whole."""
+MOST_WRITTEN = 2**19
+"""Of a file that people write by hand, as YAML, which takes long to read."""
+DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, EOFError)
+"""All that code raises which expects a file to hold what its writer would have written."""
 _SUFFIX = ".partial"
-_TEXTS = (".json", ".jinja", ".txt", ".model", ".jsonl", ".tiktoken")
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -113,22 +117,6 @@ def open_file(path: Path) -> BinaryIO:
     return os.fdopen(handle, "rb")
 
 
-def check_folder(folder: Path) -> None:
-    """Look at a folder whose files another library will read, such as a tokenizer's.
-
-    Raises:
-        DataError: There is a pipe or a device in it, or a text of more than :data:`MOST_BYTES`.
-        OSError: It cannot be read.
-    """
-    for entry in os.scandir(folder):
-        with contextlib.suppress(FileNotFoundError):  # a link to nothing
-            found = entry.stat()
-            if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
-                raise DataError(f"{entry.path} is not a regular file, so {folder} is not read; remove it")
-            if entry.name.endswith(_TEXTS) and found.st_size > MOST_BYTES:
-                raise DataError(f"{entry.path} has {found.st_size:,} bytes; at most {MOST_BYTES:,} are read")
-
-
 def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
     """A whole file.
 
@@ -145,6 +133,24 @@ def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
 def read_text(path: Path, *, most: int = MOST_BYTES) -> str:
     """A whole file of UTF-8; raises as :func:`read_bytes`, and UnicodeDecodeError, a ValueError."""
     return read_bytes(path, most=most).decode("utf-8")
+
+
+def read_json(path: Path, *, most: int = MOST_BYTES) -> Any:
+    """The value in a file of JSON; raises as :func:`read_bytes`, and ValueError for anything else."""
+    try:
+        return json.loads(read_bytes(path, most=most))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+@contextlib.contextmanager
+def naming_damage(where: str | Path, advice: str = "get it again") -> Iterator[None]:
+    """Within the block, what the content of a file makes code raise is a DamagedError that names the file."""
+    try:
+        yield
+    except DAMAGE as error:
+        reason = str(error).partition("\n")[0][:200]
+        raise DamagedError(f"{where} is damaged ({type(error).__name__}: {reason}); {advice}") from error
 
 
 def read_gzip(path: Path, *, most: int) -> bytes:

@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Collection, Iterator
 
 _LEAST_SECONDS = 0.05  # less would be shown as 0.0
+MOST_CHARACTERS = 2000
+"""Of a line that says what is wrong."""
 _SUGGESTIONS = 3  # at most
 _ALIKE = 0.72  # how like the name a suggestion must be
 _MARGIN = 0.15  # how much less so than the best one
@@ -57,3 +59,10 @@ def _likeness(name: str, other: str) -> float:
     whole = difflib.SequenceMatcher(None, name, other, autojunk=False)
     words, others = ("-".join(sorted(text.strip("-").split("-"))) for text in (name, other))
     return max(whole.ratio(), 0.98 * difflib.SequenceMatcher(None, words, others, autojunk=False).ratio())
+
+
+def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
+    """A text with the middle of its very long lines left out: a name in a file that is not one's own has any length."""
+    return "\n".join(
+        line if len(line) <= most else f"{line[: most // 2]} … {line[-most // 2 :]}" for line in text.splitlines()
+    )

@@ -3,6 +3,7 @@ import json
 import math
 import os
 import pickle
+import resource
 import struct
 import zipfile
 
@@ -351,3 +352,20 @@ def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "file.npz")
     with pytest.raises(DataError, match="is not a regular file"):
         RolloutColumns.read(tmp_path / "file.npz")
+
+
+@pytest.mark.parametrize("shape", [(2**40,), (10**9,), (2**31, 2**31), (-1,), (10**200,), "((1,)"])
+def test_room_is_made_for_what_a_file_can_hold(path, shape):
+    """numpy makes room for the shape that a member's head says, before it reads any of it."""
+    RolloutBatch(rollout_id=4, groups=[[FULL]]).columns().write(path)
+    with zipfile.ZipFile(path) as found:
+        members = {name: found.read(name) for name in found.namelist()}
+    head = f"{{'descr': '<i4', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    members["tokens.npy"] = b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head
+    with zipfile.ZipFile(path, "w") as written:
+        for name, data in members.items():
+            written.writestr(name, data)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DamagedError, match="is cut off, altered or something else"):
+        RolloutColumns.read(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000

@@ -10,6 +10,7 @@ from slime_convert.errors import ConvertError
 from slime_core.errors import SlimeError
 from slime_core.importing import keep_to_installed
 from slime_core.redact import redact_logs, redacted, secrets_of
+from slime_core.words import shortened
 from slime_launch.commands import COMMANDS, unknown_command, usage
 from slime_launch.errors import FlagError
 
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with keep_to_installed():
             return _dispatch(words)
     except (SlimeError, ConvertError) as error:
-        print(f"slime-launch: {redacted(str(error), secrets_of(os.environ))}", file=sys.stderr)
+        print(f"slime-launch: {shortened(redacted(str(error), secrets_of(os.environ)))}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader of the help has stopped, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

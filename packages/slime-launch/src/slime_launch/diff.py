@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from slime_core.files import naming_damage
 from slime_core.types import RolloutColumns
 from slime_core.types.arrays import Ragged
 from slime_core.words import counted
@@ -56,12 +57,13 @@ def diff(argv: Sequence[str]) -> int:
     if len(argv) != 2:
         raise FlagError("diff needs two runs' --output-dir, such as runs/first runs/second")
     first, second = (WrittenRun(Path(word)) for word in argv)
-    settings = [*settings_that_differ(first, second)]
-    rollouts, parting = first_parting(first, second)
-    for line in (*settings_lines(settings), *parting_lines(rollouts, parting, first, second)):
-        print(line)
-    for line in size_lines(first, second) if parting else ():
-        print(line)
+    with naming_damage(f"{first.directory} or {second.directory}"):
+        settings = [*settings_that_differ(first, second)]
+        rollouts, parting = first_parting(first, second)
+        for line in (*settings_lines(settings), *parting_lines(rollouts, parting, first, second)):
+            print(line)
+        for line in size_lines(first, second) if parting else ():
+            print(line)
     return 0 if parting is None and not settings else 1
 
 

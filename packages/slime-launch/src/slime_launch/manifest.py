@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from slime_core.files import open_to_append, read_text, write_whole
+from slime_core.files import open_to_append, read_json, write_whole
 from slime_core.types.checks import json_default
 from slime_launch.errors import ManifestError
 
@@ -71,7 +71,7 @@ def read_manifest(directory: Path) -> Manifest | None:
     if not path.exists():
         return None
     try:
-        values = json.loads(read_text(path))
+        values = read_json(path)
         version = values.pop("format_version")
         if version != FORMAT_VERSION:
             raise ManifestError(
@@ -79,6 +79,7 @@ def read_manifest(directory: Path) -> Manifest | None:
                 "slime that began it, or give another --save"
             )
         manifest = Manifest(**values)
+        _check_types(manifest)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ManifestError(f"{path} is not a valid manifest ({error}); remove it, or give another --save") from error
     if manifest.checkpoint is not None and not (directory / manifest.checkpoint).is_dir():
@@ -87,6 +88,17 @@ def read_manifest(directory: Path) -> Manifest | None:
             "--save"
         )
     return manifest
+
+
+def _check_types(manifest: Manifest) -> None:
+    """Raise a TypeError or a ValueError for what no run writes."""
+    kinds = {"int": int, "str": str, "str | None": str | None, "dict[str, Any]": dict}
+    for field in dataclasses.fields(manifest):
+        value = getattr(manifest, field.name)
+        if not isinstance(value, kinds[str(field.type)]):
+            raise TypeError(f"{field.name} is {str(value)[:80]!r}")
+    if manifest.checkpoint is not None and {"..", "/"} & {*Path(manifest.checkpoint).parts}:
+        raise ValueError(f"the checkpoint {manifest.checkpoint[:80]!r} is not a directory below it")
 
 
 @contextlib.contextmanager

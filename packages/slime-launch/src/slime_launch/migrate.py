@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slime_core.errors import ConfigError
+from slime_core.files import MOST_WRITTEN, read_text
 from slime_core.flags import FlagSpec
 from slime_core.redact import HIDDEN, is_secret
-from slime_core.words import suggestions
+from slime_core.words import shortened, suggestions
 from slime_launch.answers import OTHERS, Outcome, data_answer, foreign_answer, named_here, table
 from slime_launch.errors import FlagError, Problems
 from slime_launch.flags import PREFIX, command, known_sglang_specs, read_anywhere, train_groups
@@ -93,7 +94,7 @@ def migrate(argv: list[str]) -> int:
         print(f"\n{as_command(done)}")
     sys.stdout.flush()  # where both are one pipe, what follows is to come last
     for line in done.open:
-        print(f"slime-launch: {plain(line)}", file=sys.stderr)
+        print(f"slime-launch: {shortened(plain(line))}", file=sys.stderr)
     return 0 if done.runs else 1
 
 
@@ -102,7 +103,10 @@ def _read_script(script: Sequence[str]) -> TrainCommand:
     if path.is_file():
         if script[1:]:
             raise FlagError(f"unexpected {script[1]!r} after {path}; give one script, or the words after --")
-        text = path.read_text(encoding="utf-8")
+        try:
+            text = read_text(path, most=MOST_WRITTEN)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read as a script: {error}; give a text in UTF-8") from None
         if _is_python(path, text):
             raise ConfigError(
                 f"{path} is a Python script: its settings are made by code, which is not run; give its settings as "

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from slime_convert.published import nearest_published, published_config
-from slime_core.files import read_text
+from slime_core.errors import DataError
+from slime_core.files import read_json
 from slime_core.flags import collected_problems
 from slime_launch.config import Settings
 from slime_launch.errors import PreflightError, Problems
@@ -164,8 +165,14 @@ def stored_bytes(model: Path) -> int:
     found = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     if (model / INDEX).is_file() and not is_whole(model):
         try:
-            return int(json.loads(read_text(model / INDEX))["metadata"]["total_size"])
-        except (ValueError, KeyError, TypeError):  # a file that was cut off, or an index without sizes
+            return int(read_json(model / INDEX)["metadata"]["total_size"])
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            OverflowError,
+            DataError,
+        ):  # a file that was cut off, or an index without sizes
             pass
     return found
 
@@ -180,8 +187,8 @@ def is_whole(directory: Path) -> bool:
     index = directory / INDEX
     if index.is_file():
         try:
-            files = set(json.loads(read_text(index))["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError):  # a download that was cut off
+            files = set(map(str, read_json(index)["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError, DataError):  # a download that was cut off
             return False
         weights = all((directory / file).is_file() for file in files)
     else:

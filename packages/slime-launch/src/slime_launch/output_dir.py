@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from slime_core.files import read_text
+from slime_core.files import read_json
 from slime_launch.manifest import FILE_NAME as MANIFEST_FILE
 from slime_launch.resolved import FILE_NAME as SETTINGS_FILE
 from slime_launch.resume import ROLLOUT_DIR
@@ -63,7 +62,7 @@ def _is_of(directory: Path, save: Path | None) -> bool:
     if save is None:
         return False
     try:
-        settings = json.loads(read_text(directory / SETTINGS_FILE))["settings"]
+        settings = read_json(directory / SETTINGS_FILE)["settings"]
         written = settings["save"]["value"]
     except (OSError, ValueError, KeyError, TypeError):
         return True

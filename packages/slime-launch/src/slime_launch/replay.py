@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slime_core.errors import DataError
-from slime_core.files import open_to_append, write_whole
+from slime_core.files import naming_damage, open_to_append, write_whole
 from slime_core.flags import Config, flag, flag_specs
 from slime_core.words import counted
 from slime_launch.console import RunConsole
@@ -108,7 +108,8 @@ def replay(argv: Sequence[str]) -> int:
     if config.step == 0:
         raise FlagError("--step 0: steps are counted from 1, as on the console; rollout_id 0 is --step 1")
     run = WrittenRun(Path(runs[0]))
-    found = find_start(run, config.step - 1)
+    with naming_damage(run.directory):
+        found = find_start(run, config.step - 1)
     if not config.run_its_code and not is_own(run.resolved) and (named := list(code_of(run))):
         ask(run, named)
     output_dir = Path(config.output_dir or _own_folder(run, config.step))

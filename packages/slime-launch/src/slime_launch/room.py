@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from slime_convert.quantize import Fp8Format, read_format
-from slime_core.files import read_text
+from slime_core.files import read_json
 from slime_launch.config import Settings
 from slime_launch.errors import PreflightError, Problems
 from slime_launch.names import stored_bytes
@@ -118,7 +117,7 @@ def _saves(settings: Settings) -> int:
 
 def _parameters(model: Path) -> float:
     """Numbers in a model's weights, by the size of its files."""
-    config = json.loads(read_text(model / "config.json"))
+    config = read_json(model / "config.json")
     width: float = 4 if config.get("dtype", config.get("torch_dtype")) == "float32" else 2
     if (form := read_format(model)) is not None:
         width = 1 if isinstance(form, Fp8Format) else 0.5

@@ -7,6 +7,7 @@ dollar that the script's quotes make a letter is `DOLLAR`, until :func:`plain`.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from slime_core.errors import ConfigError
+from slime_core.errors import ConfigError, DataError
+from slime_core.files import MOST_WRITTEN, read_text
 
 ENTRIES = ("train.py", "train_async.py", "slime-launch")
 MODULES = (
@@ -72,7 +74,8 @@ class _Reader:
         above = (self.directory, *self.directory.parents[:2])  # scripts are run from the root of their repository
         for place in (*(folder / path for folder in above), self.directory / "models" / Path(path).name):
             if place.is_file():
-                self.read(place.read_text(encoding="utf-8"))
+                with contextlib.suppress(OSError, UnicodeDecodeError, DataError):  # its variables are unknown then
+                    self.read(read_text(place, most=MOST_WRITTEN))
                 return
 
     def expanded(self, word: str) -> list[str]:

@@ -124,7 +124,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         for text in file:
             try:
                 yield json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return
 
 

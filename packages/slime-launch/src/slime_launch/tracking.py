@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime_core.files import open_to_append, read_text, write_whole
+from slime_core.files import open_to_append, read_bytes, write_whole
 from slime_core.types import Span, TrainReport
 from slime_launch.step_sums import SumLog
 
@@ -37,10 +37,10 @@ def read_rows(output_dir: Path) -> list[Row]:
     if not path.exists():
         return []
     rows = []
-    for line in read_text(path).splitlines():
+    for line in read_bytes(path).splitlines():
         try:
             rows.append(json.loads(line))
-        except ValueError:
+        except (ValueError, RecursionError):
             break
     return rows
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from slime_core.errors import DataError
-from slime_core.files import read_text
+from slime_core.files import read_json
 from slime_core.flags import FlagSpec
 from slime_launch.answers import SAME, THEIR_OWN, Answer, Outcome, foreign_answer, row_of, table, upstream_answer
 from slime_rollout.config import BUILT_IN_ROLLOUTS
@@ -285,7 +284,7 @@ def family_problem(name: str, hf_checkpoint: str | None) -> str | None:
     """What is wrong with a ``--model-name``: another family than ``--hf-checkpoint`` has; ``None`` if it is not."""
     config = Path(hf_checkpoint or "") / "config.json"
     try:
-        family = str(json.loads(read_text(config))["model_type"])
+        family = str(read_json(config)["model_type"])
     except (OSError, ValueError, KeyError, TypeError, DataError):
         return None  # the preflight has more to say about that directory
     if _plain(family) in _plain(name) or _plain(name) in _plain(family):

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
 from typing import Any
 
 from slime_core.errors import SlimeError
-from slime_core.files import read_text
+from slime_core.files import naming_damage, read_json
 from slime_core.types import RolloutColumns
 from slime_launch.errors import PreflightError
 from slime_launch.resolved import FILE_NAME as SETTINGS_FILE
 from slime_launch.step_sums import SUMS_FILE, read_sums
-from slime_launch.tracking import Row, read_rows
+from slime_launch.tracking import METRICS_FILE, Row, read_rows
 from slime_rollout.store import RolloutStore
+
+_PARTS = ("packages", "engine_packages", "environment")
 
 
 class WrittenRun:
@@ -31,18 +32,18 @@ class WrittenRun:
                 f"{directory} was not trained on any rollout: its {SUMS_FILE} is empty; give another run"
             )
         try:
-            self.resolved: dict[str, Any] = json.loads(read_text(directory / SETTINGS_FILE))
+            self.resolved: dict[str, Any] = read_json(directory / SETTINGS_FILE)
         except (OSError, ValueError) as error:
             raise PreflightError(f"{directory / SETTINGS_FILE} cannot be read ({error}); give another run") from error
-        settings = self.resolved.get("settings") if isinstance(self.resolved, dict) else None
-        if not isinstance(settings, dict) or not all(
-            isinstance(row, dict) and "value" in row for row in settings.values()
-        ):
-            raise PreflightError(f"{directory / SETTINGS_FILE} holds no settings of a run; give another run")
+        with naming_damage(directory / SETTINGS_FILE):
+            for entries in (self.resolved["settings"], *(self.resolved.get(part) or {} for part in _PARTS)):
+                _ = entries.items()
+            _ = [entry["value"] for entry in self.resolved["settings"].values()]
         self.steps: dict[int, list[Row]] = {}
-        for row in read_rows(directory):
-            if row["kind"] == "train":
-                self.steps.setdefault(row["rollout_id"], []).append(row)
+        with naming_damage(directory / METRICS_FILE):
+            for row in read_rows(directory):
+                if row["kind"] == "train":
+                    self.steps.setdefault(row["rollout_id"], []).append(row)
 
     def setting(self, name: str) -> Any:
         """The value of a setting."""

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from slime_core.errors import DataError
+from slime_core.errors import DamagedError, DataError
 from slime_launch.errors import PreflightError
 from slime_launch.manifest import Manifest, write_manifest
 from slime_launch.report.collect import report_data
@@ -251,3 +251,49 @@ def test_a_copied_runs_samples_fill_no_memory(tmp_path):
     keep(run, 0, [sample(0, text="x" * MOST_UNPACKED)])
     with pytest.raises(DataError, match=r"rollout_0000000\.json\.gz unpacks to more than 67,108,864 bytes"):
         report_data([run])
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("metrics.jsonl", '{"kind": "train"}\n'),
+        ("metrics.jsonl", "5\n"),
+        ("metrics.jsonl", '{"kind": "train", "step": 0, "rollout_id": 0, "time": 0, "train/loss": "low"}\n'),
+        ("metrics.jsonl", '{"kind": "timeline", "step": 0, "rollout_id": 0, "time": 0, "spans": {"a": [1]}}\n'),
+        ("settings.json", '{"settings": {"lr": {"value": 1}}}'),
+        ("settings.json", '{"settings": [1]}'),
+        ("logs/engine_events.jsonl", "{}\n"),
+        ("logs/engine_events.jsonl", '{"time": "soon"}\n'),
+        ("samples/rollout_0000000.json.gz", [{}]),
+        ("samples/rollout_0000000.json.gz", 7),
+        ("samples/rollout_0000000.json.gz", [1]),
+        ("samples", [sample(0, versions=["new"])]),
+    ],
+)
+def test_what_no_run_writes_is_said_with_its_file(tmp_path, file, content):
+    run = make_run(tmp_path / "run")
+    (run / "logs").mkdir()
+    if isinstance(content, str):
+        (run / file).write_text(content)
+    else:
+        keep(run, 0, content)
+    with pytest.raises(DamagedError, match=f"{run / file} is damaged .*; "):
+        report_data([run])
+
+
+def test_rows_behind_one_that_cannot_be_read_are_left_out(tmp_path):
+    run = make_run(tmp_path / "run")
+    whole = (run / "metrics.jsonl").read_bytes()
+    for torn in (b"\xff\xff", b"[" * 100_000):
+        (run / "metrics.jsonl").write_bytes(whole + torn + b"\n" + whole)
+        assert len(read_rows(run)) == len(whole.splitlines())
+    (run / "logs").mkdir()
+    for torn in (b"\xff\xff", b"[" * 100_000):
+        (run / "logs" / "engine_events.jsonl").write_bytes(torn)
+        assert report_data([run])["runs"][0]["events"] == []
+
+
+def test_very_long_numbers_are_text_on_the_page():
+    assert json.loads(to_json({"a": [2**64 - 1, 2**64, -(2**70), True]})) == {
+        "a": [2**64 - 1, str(2**64), str(-(2**70)), True]
+    }

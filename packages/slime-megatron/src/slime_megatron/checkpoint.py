@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slime_convert.shape import ModelShape
-from slime_core.errors import ConfigError
-from slime_core.files import read_text
+from slime_core.errors import ConfigError, SlimeError
+from slime_core.files import read_json, read_text
 from slime_megatron.config import MegatronConfig
 from slime_megatron.errors import CheckpointError
 
@@ -19,6 +18,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 OLD_ACTOR = "old_actor"
 """Beside checkpoints, the directory of the policy's earlier weights, by how many rollouts they are older."""
 RELEASE = "release"
+_TRACKER_BYTES = 1000
 _FILES = ("metadata.json", ".metadata", "common.pt")
 OLD = ".old"
 """What is added to the name of a checkpoint while another takes its place."""
@@ -70,12 +70,17 @@ def find_checkpoint(path: str | Path) -> CheckpointInfo:
         )
     tracker = root / TRACKER
     if tracker.is_file():
-        text = read_text(tracker).strip()
+        try:
+            text = read_text(tracker, most=_TRACKER_BYTES).strip()
+        except (OSError, ValueError, SlimeError) as error:
+            raise CheckpointError(
+                f"{tracker} cannot be read ({error}); it must hold a number or {RELEASE!r}"
+            ) from error
         if text == RELEASE:
             return _complete(root / RELEASE)
-        if text.isdecimal():
+        if re.fullmatch(r"[0-9]{1,18}", text):
             return _complete(_not_yet_replaced(iteration_directory(root, int(text))))
-        raise CheckpointError(f"{tracker} says {text!r}; it must hold a number or {RELEASE!r}")
+        raise CheckpointError(f"{tracker} says {text[:80]!r}; it must hold a number or {RELEASE!r}")
     if (root / "config.json").is_file():
         return _hugging_face(root)
     return _complete(root)
@@ -219,8 +224,8 @@ def _complete(directory: Path) -> CheckpointInfo:
 
 def _backend(metadata: Path) -> str | None:
     try:
-        content = json.loads(read_text(metadata))
-    except ValueError as error:
+        content = read_json(metadata)
+    except (OSError, ValueError, SlimeError) as error:
         raise CheckpointError(
             f"{metadata} is invalid JSON ({error}); the checkpoint is damaged, give another"
         ) from error

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from slime_convert.errors import ConvertError
 from slime_convert.formats.torch_dist import check_metadata
 from slime_convert.shape import ModelShape
+from slime_core.files import DAMAGE
 from slime_megatron.checkpoint import CheckpointInfo, check_same_model
 from slime_megatron.checkpoint_reader import reading_directly
 from slime_megatron.config import MegatronConfig
@@ -240,7 +241,7 @@ def naming_failures(what: str, advice: str, written: Path | None = None) -> Iter
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         raise CheckpointError(f"{what}: {_reason(cause, written)} (rank {rank}); {advice}") from error
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, CheckpointingException) as error:
+    except (OSError, RuntimeError, pickle.UnpicklingError, CheckpointingException, *DAMAGE) as error:
         raise CheckpointError(f"{what}: {_reason(error, written)}; {advice}") from error
 
 

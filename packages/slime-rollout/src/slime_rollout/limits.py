@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_core.files import read_bytes
+from slime_core.errors import DataError
+from slime_core.files import read_json
 
 RESERVED = 7
 """Tokens of a context that SGLang 0.5.23 keeps free behind a prompt: it refuses one that leaves fewer."""
@@ -33,8 +33,8 @@ class ModelLimits:
     def of(cls, hf_checkpoint: str) -> ModelLimits:
         """Those that ``config.json`` of a Hugging Face directory says."""
         try:
-            config = json.loads(read_bytes(Path(hf_checkpoint) / "config.json"))
-        except (OSError, ValueError):
+            config = read_json(Path(hf_checkpoint) / "config.json")
+        except (OSError, ValueError, DataError):
             return cls()
         return cls(vocab_size=_number(config, "vocab_size"), context=_number(config, "max_position_embeddings"))
 
@@ -117,8 +117,8 @@ def wrong_on_cpu(hf_checkpoint: str, longest: int | None = None) -> str | None:
     A window as long as the ``longest`` prompt and response leaves nothing out.
     """
     try:
-        config = json.loads(read_bytes(Path(hf_checkpoint) / "config.json"))
-    except (OSError, ValueError):
+        config = read_json(Path(hf_checkpoint) / "config.json")
+    except (OSError, ValueError, DataError):
         return None
     nested = config.get("text_config") if isinstance(config, dict) else None
     parts = [part for part in (config, nested) if isinstance(part, dict)]

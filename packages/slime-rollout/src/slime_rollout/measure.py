@@ -21,7 +21,7 @@ from typing import Any
 from slime_core.errors import DataError
 from slime_core.files import write_whole
 from slime_rollout.config import RolloutConfig
-from slime_rollout.data.chat import PromptEncoder, load_tokenizer
+from slime_rollout.data.chat import PromptEncoder, load_tokenizer, with_checked_template
 from slime_rollout.data.dataset import RowEncoder, all_too_long, longest_prompt
 from slime_rollout.data.files import PromptFile, split_slice
 from slime_rollout.data.rows import usable
@@ -202,7 +202,8 @@ class _Counting:
     @functools.cached_property
     def _tokenizer(self) -> Any:
         data = self._config.data
-        return load_tokenizer(data.hf_checkpoint, trust_remote_code=data.trust_remote_code)
+        found = load_tokenizer(data.hf_checkpoint, trust_remote_code=data.trust_remote_code)
+        return with_checked_template(found)
 
 
 def _prompts(path: str, tokenizer: Any, *, config: RolloutConfig) -> Iterator[Length]:

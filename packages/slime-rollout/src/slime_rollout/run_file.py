@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from slime_core.errors import ConfigError
+from slime_core.errors import ConfigError, DataError
+from slime_core.files import MOST_WRITTEN, read_text
 from slime_core.flags import FlagSpec
 from slime_rollout.strict_yaml import WrittenFloat, load_yaml
 
@@ -92,10 +93,12 @@ def _content(path: str) -> Mapping[str, Any]:
         content = load_yaml(FLAG, path, written=True)
     elif Path(path).suffix.lower() == ENDS[0]:
         try:
-            content = tomllib.loads(Path(path).read_text(encoding="utf-8"), parse_float=WrittenFloat.of)
+            content = tomllib.loads(read_text(Path(path), most=MOST_WRITTEN), parse_float=WrittenFloat.of)
         except FileNotFoundError:
             raise ConfigError(f"{FLAG} {path} does not exist; give a TOML or YAML file") from None
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        except RecursionError:
+            raise ConfigError(f"{FLAG} {path} is nested too deeply") from None
+        except (OSError, ValueError, DataError) as error:  # a number has too many digits, too
             raise ConfigError(f"{FLAG} {path} cannot be read: {error}") from None
     else:
         raise ConfigError(f"{FLAG} {path} must end in .toml, .yaml or .yml")
@@ -130,9 +133,15 @@ def words_of(path: str, name: str, value: Any) -> list[str]:
 
 def _text(path: str, name: str, value: Any) -> str:
     if isinstance(value, dict):
-        return json.dumps(value, ensure_ascii=False, default=str)
+        try:
+            return json.dumps(value, ensure_ascii=False, default=str)
+        except (ValueError, TypeError, RecursionError) as error:  # a key that is a table, a part that holds itself
+            raise ConfigError(f"{FLAG} {path}: {name.removeprefix('--')} is not what JSON holds: {error}") from None
     if isinstance(value, str | int | float) and not isinstance(value, bool):
-        return str(value)
+        try:
+            return str(value)
+        except ValueError as error:  # of thousands of digits
+            raise ConfigError(f"{FLAG} {path}: {name.removeprefix('--')} cannot be read: {error}") from None
     raise ConfigError(
         f"{FLAG} {path}: {name.removeprefix('--')} {value!r} cannot be the value of a flag; {FORM}, and put a text in "
         "quotes"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_core.errors import DataError
-from slime_core.files import read_text, write_whole
+from slime_core.files import read_json, write_whole
 from slime_core.types import RolloutColumns
 
 _NAME = re.compile(r"rollout_(\d{7,})\.npz")
@@ -41,8 +41,8 @@ class RolloutStore:
         """State of the data source after a rollout; a `DataError` if its file is missing or torn."""
         file = self._state_path(rollout_id)
         try:
-            state: dict[str, Any] = json.loads(read_text(file))
-        except (OSError, ValueError) as error:
+            state: dict[str, Any] = read_json(file)
+        except (OSError, ValueError, DataError) as error:
             raise DataError(
                 f"{file}, which the data goes on from, is missing or torn ({error}); delete {self.path(rollout_id)}, "
                 "and that rollout is generated again"
@@ -56,7 +56,7 @@ class RolloutStore:
             raise DataError(f"{self._directory} has no rollout {rollout_id}; it has {_ranges(self.ids())}")
         try:
             batch = RolloutColumns.read(file)
-        except DataError as error:
+        except (OSError, DataError) as error:
             raise DataError(
                 f"{file} is torn or not a rollout ({error}); delete it, and that rollout is generated again"
             ) from error

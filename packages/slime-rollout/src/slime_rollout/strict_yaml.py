@@ -12,7 +12,10 @@ from typing import Any, ClassVar, Self
 
 import yaml
 
-from slime_core.errors import ConfigError
+from slime_core.errors import ConfigError, DataError
+from slime_core.files import MOST_WRITTEN, read_text
+
+_DEEPEST, _MOST_VALUES = 100, 10**6
 
 
 class WrittenInt(int):
@@ -49,6 +52,11 @@ class _Loader(yaml.SafeLoader):
         first: [(tag, pattern) for tag, pattern in found if tag.rpartition(":")[2] not in ("int", "float", "value")]
         for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+        if self.flow_level >= _DEEPEST:  # PyYAML takes long for each level
+            raise yaml.MarkedYAMLError(problem="brackets are nested too deeply", problem_mark=self.get_mark())
+        super().fetch_flow_collection_start(TokenClass)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         text = str(self.construct_scalar(node))
@@ -109,10 +117,11 @@ def load_yaml(flag: str, path: str, *, written: bool = False) -> Any:
         ConfigError: It is unreadable, invalid or repeats a key.
     """
     try:
-        return yaml.load(Path(path).read_text(encoding="utf-8"), _WrittenLoader if written else _Loader)
+        content = yaml.load(read_text(Path(path), most=MOST_WRITTEN), _WrittenLoader if written else _Loader)
+        _check_size(content)
     except FileNotFoundError:
         raise ConfigError(f"{flag} {path} does not exist; give a YAML file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, DataError) as error:
         raise ConfigError(f"{flag} {path} cannot be read: {error}; give a readable YAML file in UTF-8") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -121,3 +130,23 @@ def load_yaml(flag: str, path: str, *, written: bool = False) -> Any:
         raise ConfigError(f"{flag} {path}{line}: invalid YAML: {problem}") from None
     except RecursionError:
         raise ConfigError(f"{flag} {path} is nested too deeply") from None
+    except (ValueError, OverflowError, AttributeError, TypeError) as error:  # of a number or a date, such as 2001-99-99
+        raise ConfigError(f"{flag} {path} has a value that cannot be read: {error}") from None
+    return content
+
+
+def _check_size(content: Any) -> None:
+    """Refuse what aliases, each for the same part, make much larger than the file is."""
+    sizes: dict[int, int] = {}
+
+    def size(value: Any) -> int:
+        if not isinstance(value, dict | list):
+            return 1
+        if id(value) not in sizes:
+            sizes[id(value)] = _MOST_VALUES  # of a part that holds itself
+            inner = [*value, *value.values()] if isinstance(value, dict) else value
+            sizes[id(value)] = 1 + sum(map(size, inner))
+        return sizes[id(value)]
+
+    if size(content) >= _MOST_VALUES:
+        raise yaml.YAMLError(f"aliases make {_MOST_VALUES:,} values of it or more; write them out")

@@ -6,13 +6,12 @@ The teacher is checked before a run: it must be there, and its token ids must me
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
 from slime_core.errors import DataError
-from slime_core.files import read_text
+from slime_core.files import read_json
 from slime_core.redact import redacted
 from slime_core.types import Sample, Status
 from slime_rollout.config import RolloutConfig
@@ -222,9 +221,9 @@ def _ask(url: str, tokens: list[int], largest: list[int], timeout: float) -> tup
 def _largest_tokens(named: int, hf_checkpoint: str) -> list[int]:
     """The largest id that the student's output layer has, and the largest with a text: many vocabularies are padded."""
     try:
-        values = json.loads(read_text(Path(hf_checkpoint) / "config.json"))
+        values = read_json(Path(hf_checkpoint) / "config.json")
         padded = int(values.get("vocab_size") or values["text_config"]["vocab_size"]) - 1
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, DataError):
         return [named]
     return [padded, named] if padded > named else [named]
 

@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,13 @@ from tokenizers.processors import TemplateProcessing
 from slime_core.errors import ConfigError, DataError
 from slime_core.hooks import HookArgs
 from slime_rollout.data import PromptEncoder, load_tokenizer
-from slime_rollout.data.chat import ChatTurns, as_messages, text_tokens
+from slime_rollout.data.chat import (
+    ChatTurns,
+    as_messages,
+    template_tokenizer,
+    text_tokens,
+    with_checked_template,
+)
 
 
 @pytest.fixture
@@ -307,3 +314,70 @@ def test_a_plain_tokenizer_is_what_transformers_chooses_without_torch(name, toke
     words = [sys.executable, "-c", PLAIN, str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+BOMBS = [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ 'x' * 10**11 }}",
+    "{% set ns = namespace(s='xx') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "{% set ns = namespace(s='xx') %}{% for i in range(22) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}",
+]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("template", BOMBS, ids=["time", "memory at once", "memory", "characters"])
+def test_a_template_without_an_end_is_refused(tokenizer, template):
+    tokenizer.chat_template = template
+    with pytest.raises(
+        ConfigError, match=r"the chat template of .* takes more than 2 s of computing, 512 MiB or 1,000"
+    ):
+        with_checked_template(tokenizer)
+    tokenizer.chat_template = {"default": "a", "tools": template}
+    with pytest.raises(ConfigError, match="takes more than"):
+        with_checked_template(tokenizer)
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0].content }}", "{{ raise_exception('no') }}", "{% for", None])
+def test_a_template_that_ends_is_used_whatever_it_says(tokenizer, template):
+    tokenizer.chat_template = template
+    assert with_checked_template(tokenizer) is tokenizer
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "tokenizer.json"])
+def test_files_of_a_tokenizer_are_regular_and_of_a_size(tokenizer_dir, tmp_path, name):
+    model = Path(shutil.copytree(tokenizer_dir, tmp_path / "model"))
+    (model / name).unlink(missing_ok=True)
+    os.mkfifo(model / name)
+    for load in (load_tokenizer, template_tokenizer):
+        with pytest.raises(ConfigError, match=f"{name} is not a regular file"):
+            load(str(model))
+    (model / name).unlink()
+    (model / name).touch()
+    os.truncate(model / name, 2**40)
+    with pytest.raises(ConfigError, match=f"{name} has 1,099,511,627,776 bytes; at most"):
+        load_tokenizer(str(model))
+    (model / name).unlink()
+    (model / name).symlink_to(name)
+    with pytest.raises(ConfigError, match=f"{name} cannot be read"):
+        load_tokenizer(str(model))
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_of_any_name_is_refused_and_a_link_to_nothing_is_not(tokenizer_dir, tmp_path):
+    model = Path(shutil.copytree(tokenizer_dir, tmp_path / "model"))
+    (model / "gone").symlink_to("nowhere")
+    load_tokenizer(str(model))
+    os.mkfifo(model / "merges")
+    with pytest.raises(ConfigError, match="merges is not a regular file"):
+        load_tokenizer(str(model))
+
+
+@pytest.mark.parametrize(
+    "value", ['{"a":' * 100_000, json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": []})]
+)
+def test_settings_that_no_tokenizer_has_are_named(tokenizer_dir, tmp_path, value):
+    model = Path(shutil.copytree(tokenizer_dir, tmp_path / "model"))
+    (model / "tokenizer_config.json").write_text(value)
+    with pytest.raises((ConfigError, DataError), match=r"has no tokenizer that|the tokenizer of .* fails"):
+        PromptEncoder(load_tokenizer(str(model)), apply_chat_template=False).encode("a")

@@ -1,8 +1,10 @@
 import datetime
 import decimal
 import gzip
+import importlib
 import json
 import os
+import random
 import struct
 import sys
 import tempfile
@@ -526,3 +528,31 @@ def test_an_element_without_end_does_not_fill_the_memory(tmp_path, monkeypatch):
     path.write_text('[{"prompt": "' + "x" * (5 << 20) + '"}]')
     with pytest.raises(DataError, match="row 1: over 1 MiB long"):
         read_prompts(str(path))
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("suffix", "content", "problem"),
+    [
+        (".gz", b'{"prompt": "a", "label": "1 + 1"}\n', "over 200 times its size; unpack it"),
+        (".bz2", b" ", "over 200 times its size; unpack it"),
+        (".xz", b"\0", "over 200 times its size; unpack it"),
+        (".xz", b"[1,\n", "over 4 MiB long"),
+    ],
+    ids=["rows", "spaces", "zeros", "array"],
+)
+def test_a_small_file_that_unpacks_to_much_is_refused(tmp_path, suffix, content, problem):
+    """Rows take more memory than their text: a few kilobytes could fill any."""
+    path = tmp_path / f"p.jsonl{suffix}"
+    with importlib.import_module({".gz": "gzip", ".bz2": "bz2", ".xz": "lzma"}[suffix]).open(path, "wb") as file:
+        for _ in range(6):
+            file.write(content * (2**20 // len(content)))
+    with pytest.raises(DataError, match=problem):
+        list(PromptFile(str(path)).rows())
+
+
+def test_what_is_packed_as_usual_is_read(tmp_path):
+    rows = [{"prompt": random.Random(number).randbytes(2000).hex()} for number in range(2000)]
+    with gzip.open(tmp_path / "p.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    assert sum(1 for _ in PromptFile(str(tmp_path / "p.jsonl.gz")).rows()) == len(rows)

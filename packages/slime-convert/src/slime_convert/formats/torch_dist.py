@@ -83,7 +83,13 @@ def check_metadata(directory: Path) -> None:
     Raises:
         CheckpointError: It names something that describes no checkpoint, or cannot be read.
     """
-    _metadata(directory)
+    described = _metadata(directory)
+    try:
+        state = _state(described, "Metadata")
+        if not all(isinstance(state.get(part), dict) for part in ("state_dict_metadata", "storage_data")):
+            raise ValueError("it lacks a part")
+    except ValueError as error:
+        raise CheckpointError(f"cannot read {directory / METADATA} ({error}); the checkpoint is damaged") from error
 
 
 class TorchDistWeights(Weights):

@@ -31,7 +31,10 @@ from __future__ import annotations
 import array
 import dataclasses
 import json
+import math
+import os
 import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -65,7 +68,7 @@ SAMPLE_COLUMNS = frozenset((*_PER_SAMPLE, *_ROWS))
 # All that numpy, zipfile and json raise on bytes that were altered somewhere.
 _DAMAGE = (
     zipfile.BadZipFile, zlib.error, struct.error, EOFError, KeyError, ValueError, TypeError, IndexError, OverflowError,
-    NotImplementedError, RuntimeError, RecursionError, MemoryError,
+    NotImplementedError, RuntimeError, RecursionError, MemoryError, SyntaxError, tokenize.TokenError,
 )  # fmt: skip
 
 
@@ -200,14 +203,27 @@ def read_npz(path: str | Path, what: str) -> tuple[dict[str, Any], Columns]:
         with open_file(Path(path)) as file, np.load(file, allow_pickle=False) as members:  # noqa: TID251  (limited below)
             if any(member.compress_type != zipfile.ZIP_STORED for member in members.zip.infolist()):
                 raise ValueError("it has packed members, which may be of any size")
-            head = json.loads(_text(members["head"]))
+            head = json.loads(_text(_member(members, "head", os.fstat(file.fileno()).st_size)))
             version = head.pop("format_version")
             if version != FORMAT_VERSION:
                 raise FormatVersionError(f"{what}: format_version {version!r}; this slime reads {FORMAT_VERSION}")
-            arrays = {name: members[name] for name in members.files if name != "head"}
+            size = os.fstat(file.fileno()).st_size
+            arrays = {name: _member(members, name, size) for name in members.files if name != "head"}
         return head, _joined(arrays)
     except _DAMAGE as error:
         raise DamagedError(f"{what} is cut off, altered or something else ({error}); get it again") from None
+
+
+def _member(members: Any, name: str, most: int) -> NDArray[Any]:
+    """An array of an archive of ``most`` bytes; numpy would make room for whatever its head says."""
+    with members.zip.open(f"{name}.npy") as member:
+        version = np.lib.format.read_magic(member)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(member)
+    if math.prod(shape) * dtype.itemsize > most:
+        raise ValueError(f"{name} of the shape {shape} has more bytes than the file")
+    array: NDArray[Any] = members[name]
+    return array
 
 
 def _joined(arrays: dict[str, NDArray[Any]]) -> Columns:

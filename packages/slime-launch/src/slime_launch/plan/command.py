@@ -14,6 +14,7 @@ from typing import Any
 from slime_core.files import write_whole
 from slime_core.flags import Config, flag, flag_specs
 from slime_core.needs import given
+from slime_core.words import shortened
 from slime_launch.config import Settings
 from slime_launch.devices import find_device
 from slime_launch.errors import FlagError, Problems
@@ -171,7 +172,7 @@ def _say(problems: Sequence[str], *, as_json: bool = False) -> int:
     sys.stdout.flush()
     print("\nthis command cannot start:", file=sys.stderr)
     for line in problems:
-        print(f"slime-launch: {line}", file=sys.stderr)
+        print(f"slime-launch: {shortened(line)}", file=sys.stderr)
     return 2
 
 

@@ -10,7 +10,6 @@ together.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -20,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from slime_core.files import read_text
+from slime_core.errors import DataError
+from slime_core.files import read_json
 from slime_launch.errors import ProfileError
 from slime_launch.plan.profile import EngineSpeed, LoopSpeed, Points, Profile, TrainerSpeed, mean_of
 from slime_launch.plan.setup import Setup, setup_of, sleeps
@@ -99,8 +99,8 @@ def profile_of_runs(output_dirs: Sequence[Path]) -> Profile:
 
 def _read(directory: Path) -> _Run:
     try:
-        found = json.loads(read_text(directory / SETTINGS_FILE))["settings"]
-    except (OSError, ValueError, KeyError):
+        found = read_json(directory / SETTINGS_FILE)["settings"]
+    except (OSError, ValueError, KeyError, TypeError, DataError):
         raise ProfileError(f"{directory} has no {SETTINGS_FILE} of a run; give the --output-dir of one") from None
     rows = read_rows(directory)
     rollouts = [

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from slime_core.files import read_text, write_whole
+from slime_core.files import MOST_WRITTEN, read_text, write_whole
 from slime_launch.errors import ProfileError
 
 Points: TypeAlias = tuple[tuple[float, float], ...]
@@ -195,10 +195,10 @@ def read_profile(path: Path) -> Profile:
         ProfileError: There is none, it is not TOML, a key is unknown or missing, or a value is outside its range.
     """
     try:
-        found = tomllib.loads(read_text(path))
+        found = tomllib.loads(read_text(path, most=MOST_WRITTEN))
     except OSError as error:
         raise ProfileError(f"the profile {path} cannot be read ({error.strerror}); {ADVICE}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProfileError(f"the profile {path} is not TOML: {error}; {ADVICE}") from None
     try:
         parts = {name: _made(config, name, found.pop(name, {})) for name, config in SECTIONS.items()}

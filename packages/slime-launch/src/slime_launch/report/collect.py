@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_core.errors import SlimeError
-from slime_core.files import read_text
+from slime_core.files import naming_damage, read_bytes, read_json
 from slime_core.metrics import eval_scores
 from slime_core.words import duration
 from slime_launch.errors import PreflightError
@@ -73,35 +73,43 @@ def run_data(directory: Path, name: str) -> Data:
         raise PreflightError(
             f"{directory} holds neither {METRICS_FILE} nor {SETTINGS_FILE}; give the --output-dir of a run"
         )
-    settings = {key: (value["value"], value["origin"]) for key, value in found.get("settings", {}).items()}
+    with naming_damage(directory / SETTINGS_FILE):
+        settings = {key: (value["value"], value["origin"]) for key, value in found.get("settings", {}).items()}
+        command, shown = _command(settings), [[key, _text(value), origin] for key, (value, origin) in settings.items()]
     ahead, _ = settings.get("async_buffer_size", (None, None))
-    lanes = lanes_of(rows, directory / "logs", overlaps=ahead is not None)
-    times = [row["time"] for row in rows]
-    began = min([*times[:1], *(spans[0].start for spans in lanes.values())], default=0.0)
-    ended = max(times, default=began)
-    # An evaluation's number is that of the rollout after it.
-    last = max((row["rollout_id"] for row in rows if row["kind"] != "eval"), default=-1)
-    samples, total = read_kept(directory / SAMPLES_DIR, last=last)
-    curves = {kind: curve for kind in ("rollout", "train", "eval") if (curve := _curves(rows, kind))["x"]}
-    evals, ledger = list(_evals(rows)), _ledger(directory, settings, rows)
+    with naming_damage(directory / METRICS_FILE):
+        lanes = lanes_of(rows, directory / "logs", overlaps=ahead is not None)
+        times = [row["time"] for row in rows]
+        began = min([*times[:1], *(spans[0].start for spans in lanes.values())], default=0.0)
+        ended = max(times, default=began)
+        # An evaluation's number is that of the rollout after it.
+        last = max((row["rollout_id"] for row in rows if row["kind"] != "eval"), default=-1)
+        curves = {kind: curve for kind in ("rollout", "train", "eval") if (curve := _curves(rows, kind))["x"]}
+        evals = list(_evals(rows))
+        headline, shown_lanes = list(_headline(rows, settings, evals, ended - began)), timeline(lanes, began)
+    with naming_damage(directory / SAMPLES_DIR):
+        samples, total = read_kept(directory / SAMPLES_DIR, last=last)
+        staleness = _staleness(samples)
+    with naming_damage(directory / REPORT_FILE):
+        ledger = _ledger(directory, settings, rows)
     return {
         "name": name,
         "directory": str(directory),
         "state": _state(rows, settings, directory),
-        "command": _command(settings),
+        "command": command,
         "began": began,
         "ended": ended,
-        "headline": list(_headline(rows, settings, evals, ended - began)),
+        "headline": headline,
         "curves": curves,
         "titles": dict(_titles(curves)),
         "charts": list(_charts(curves)),
         "evals": evals,
-        "timeline": timeline(lanes, began),
+        "timeline": shown_lanes,
         "ledger": ledger,
-        "staleness": _staleness(samples),
+        "staleness": staleness,
         "samples": samples,
         "samples_total": max(total, (ledger or {}).get("generated", 0)),
-        "settings": [[key, _text(value), origin] for key, (value, origin) in settings.items()],
+        "settings": shown,
         "events": list(_events(directory / "logs" / "engine_events.jsonl")),
     }
 
@@ -119,8 +127,8 @@ def _names(directories: Sequence[Path]) -> list[str]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(read_text(path)))
-    except (OSError, ValueError):
+        return dict(read_json(path))
+    except (OSError, ValueError, TypeError):
         return {}
 
 
@@ -253,7 +261,7 @@ def _ledger(directory: Path, settings: dict[str, Any], rows: Sequence[Row]) -> D
 def _last_words(directory: Path, rollouts: int) -> tuple[dict[str, int] | None, bool]:
     """The ledger in ``report.json`` of a run that ended after so many rollouts, and whether it balances."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        report = json.loads(read_text(directory / REPORT_FILE))
+        report = read_json(directory / REPORT_FILE)
         if report.get("rollouts") == rollouts:  # else it was continued since
             return report.get("ledger"), bool(report.get("ledger_balances", True))
     return None, True
@@ -274,13 +282,14 @@ def _events(path: Path) -> Iterator[tuple[float, str, str]]:
         return
     from datetime import datetime
 
-    for line in read_text(path).splitlines():
+    for line in read_bytes(path).splitlines():
         try:
             event = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             break
-        moment = datetime.fromisoformat(event["time"]).timestamp()
-        yield round(moment, 1), event["engine"], f"{event['event']} {event.get('detail', '')}".strip()
+        with naming_damage(path):
+            moment = datetime.fromisoformat(event["time"]).timestamp()
+            yield round(moment, 1), str(event["engine"]), f"{event['event']} {event.get('detail', '')}".strip()
 
 
 def _text(value: Any) -> str:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from slime_core.files import write_whole
+from slime_core.files import naming_damage, write_whole
 from slime_core.flags import Config, flag, flag_specs
 from slime_core.needs import given
 from slime_launch.console import RunConsole
@@ -80,7 +80,9 @@ def _write(directories: Sequence[Path], config: ReportConfig) -> None:
     target = Path(config.output or directories[0] / PAGE_FILE)
     with RunConsole(sys.stderr).wait("write the page"):
         data = report_data(directories)
-        write_whole(target, page(data))
+        with naming_damage(" or ".join(map(str, directories))):
+            text = page(data)
+        write_whole(target, text)
     print(f"open {target}")
     if config.trace is not None:
         write_whole(Path(config.trace), json.dumps(chrome_trace(data)))

@@ -125,9 +125,11 @@ def _licence(library: str, name: str) -> str:
 
 
 def _whole_text(value: Any) -> Any:
-    """The same without halves of surrogate pairs, which JSON in UTF-8 can't hold."""
+    """The same without halves of surrogate pairs, which JSON in UTF-8 can't hold; numbers of over 64 bits are text."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return str(value)
     if isinstance(value, Mapping):
         return {_whole_text(name): _whole_text(each) for name, each in value.items()}
     return [_whole_text(each) for each in value] if isinstance(value, list | tuple) else value

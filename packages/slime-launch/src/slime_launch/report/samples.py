@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from slime_core.files import read_gzip
+from slime_core.files import naming_damage, read_gzip
 from slime_launch.shown import MOST_TOKENS
 
 _NAME = re.compile(r"rollout_(\d+)(?:-rank_\d+)?\.json\.gz")
@@ -34,7 +34,8 @@ def read_kept(directory: Path, *, last: int) -> tuple[list[dict[str, Any]], int]
     for files in parts[::stride]:
         if unpacked < MOST_UNPACKED:
             found = [_read(Path(file.path)) for file in files]
-            samples += _merged([value for value, _ in found])
+            with naming_damage(files[0].path, "remove it, and the others of its rollout"):
+                samples += _merged([value for value, _ in found])
             unpacked += sum(size for _, size in found)
             read += 1
     return samples, round(len(samples) * len(parts) / max(read, 1))

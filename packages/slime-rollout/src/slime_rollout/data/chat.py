@@ -6,6 +6,10 @@ import functools
 import hashlib
 import importlib.util
 import json
+import os
+import resource
+import signal
+import stat
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +18,7 @@ from typing import Any
 import orjson
 
 from slime_core.errors import ConfigError, DataError
-from slime_core.files import check_folder, read_bytes
+from slime_core.files import read_json
 from slime_core.hooks import HookArgs
 from slime_core.types import Message, Prompt
 from slime_rollout.config import RolloutConfig
@@ -31,6 +35,10 @@ Rendering = Callable[[list[Message]], str]
 
 
 STRUCTURE = Path(__file__).parents[1] / "engine" / "cpu_shims" / "slime_cpu_shims" / "structure.py"
+_MOST_BYTES = {".json": 2**28, ".model": 2**28, ".tiktoken": 2**28, ".txt": 2**28, ".jinja": 2**20}
+"""Of the files that a tokenizer may be read from."""
+_TEMPLATE_SECONDS, _TEMPLATE_WAIT, _TEMPLATE_BYTES, _TEMPLATE_CHARACTERS = 2, 60, 2**29, 10**6
+_TRIED = [{"role": role, "content": "1 + 1"} for role in ("user", "assistant", "user")]
 PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Classes of tokenizers that consist of a tokenizer.json alone: two names of one."""
 
@@ -50,7 +58,7 @@ def load_tokenizer(hf_checkpoint: str, *, trust_remote_code: bool = False) -> An
         raise ConfigError(
             f"--hf-checkpoint {hf_checkpoint} is not a directory; give a model's, with tokenizer.json in it"
         )
-    check_folder(Path(hf_checkpoint))
+    check_files(Path(hf_checkpoint))
     if not trust_remote_code and _is_code(Path(hf_checkpoint)):
         raise ConfigError(
             f"the tokenizer of --hf-checkpoint {hf_checkpoint} is Python code of its own; read it, and give "
@@ -78,11 +86,33 @@ def load_tokenizer(hf_checkpoint: str, *, trust_remote_code: bool = False) -> An
         ) from error
 
 
+def check_files(directory: Path) -> None:
+    """Check the files that a tokenizer may be read from: a pipe has no end, and templates are not large.
+
+    Raises:
+        ConfigError: One is not a regular file, or larger than any.
+    """
+    for path in directory.iterdir():
+        try:
+            state = path.stat()
+        except FileNotFoundError:  # a link to nothing
+            continue
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read ({error.strerror}); get the model again") from None
+        if stat.S_ISDIR(state.st_mode):
+            continue
+        if not stat.S_ISREG(state.st_mode):
+            raise ConfigError(f"{path} is not a regular file, so {directory} is not read; get the model again")
+        most = _MOST_BYTES.get(path.suffix)
+        if most is not None and state.st_size > most:
+            raise ConfigError(f"{path} has {state.st_size:,} bytes; at most {most:,} are read; get the model again")
+
+
 def _is_plain(directory: Path) -> bool:
     """Whether its tokenizer.json says it all: `AutoTokenizer` makes the same of it, but imports torch first."""
     try:
-        config = json.loads(read_bytes(directory / "tokenizer_config.json"))
-    except (OSError, ValueError):
+        config = read_json(directory / "tokenizer_config.json")
+    except (OSError, ValueError, DataError):
         return False
     plain = isinstance(config, dict) and config.get("tokenizer_class") in PLAIN and "auto_map" not in config
     return plain and (directory / "tokenizer.json").is_file()
@@ -91,8 +121,8 @@ def _is_plain(directory: Path) -> bool:
 def _is_code(directory: Path) -> bool:
     """Whether only the directory's own code can read its tokenizer; transformers would guess at one without it."""
     try:
-        named = json.loads(read_bytes(directory / "tokenizer_config.json"))["auto_map"]["AutoTokenizer"]
-    except (OSError, ValueError, LookupError, TypeError):
+        named = read_json(directory / "tokenizer_config.json")["auto_map"]["AutoTokenizer"]
+    except (OSError, ValueError, LookupError, TypeError, DataError):
         return False
     return bool(named) and not (directory / "tokenizer.json").is_file()
 
@@ -123,16 +153,65 @@ def _ignore_broken_torchvision() -> None:
 
 def template_tokenizer(hf_checkpoint: str, *, trust_remote_code: bool = False) -> Any:
     """A tokenizer to render with, as :func:`load_tokenizer`; torch is not imported if there is a tokenizer.json."""
+    check_files(Path(hf_checkpoint))
     if (Path(hf_checkpoint) / "tokenizer.json").is_file():
-        check_folder(Path(hf_checkpoint))
         _ignore_broken_torchvision()
         from transformers import PreTrainedTokenizerFast
 
         try:
-            return PreTrainedTokenizerFast.from_pretrained(hf_checkpoint)
+            return with_checked_template(PreTrainedTokenizerFast.from_pretrained(hf_checkpoint))
+        except ConfigError:
+            raise
         except Exception:  # whatever is wrong with it, the next line says so
             pass
-    return load_tokenizer(hf_checkpoint, trust_remote_code=trust_remote_code)
+    return with_checked_template(load_tokenizer(hf_checkpoint, trust_remote_code=trust_remote_code))
+
+
+def with_checked_template(tokenizer: Any) -> Any:
+    """The tokenizer, its chat templates tried on a short conversation: a template is a program, which may have no end.
+
+    Raises:
+        ConfigError: One takes more time or memory than any that is meant to be used.
+    """
+    found = tokenizer.chat_template
+    for template in found.values() if isinstance(found, dict) else [found] if isinstance(found, str) else []:
+        if not _ends(template):
+            raise ConfigError(
+                f"the chat template of {tokenizer.name_or_path} takes more than {_TEMPLATE_SECONDS} s of computing, "
+                f"{_TEMPLATE_BYTES >> 20} MiB or {_TEMPLATE_CHARACTERS:,} characters for a short conversation, so it "
+                "is not used; look into it, and get the model from somewhere else"
+            )
+    return tokenizer
+
+
+@functools.lru_cache(maxsize=32)
+def _ends(template: str) -> bool:
+    """Whether a template writes a conversation within its limits; a process of its own tries."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_TEMPLATE_WAIT)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CPU, (_TEMPLATE_SECONDS, _TEMPLATE_SECONDS))
+        used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_DATA, (used + _TEMPLATE_BYTES, used + _TEMPLATE_BYTES))
+        for messages in (_TRIED[:1], _TRIED):
+            how: dict[str, Any] = {"add_generation_prompt": True, "bos_token": "<s>", "eos_token": "</s>"}
+            try:
+                [text], _ = render_jinja_template([messages], chat_template=template, **how)
+            except MemoryError:
+                os._exit(1)
+            except Exception:
+                continue
+            if len(text) > _TEMPLATE_CHARACTERS:
+                os._exit(1)
+        os._exit(0)
+    finally:
+        os._exit(1)
 
 
 def apply_template(tokenizer: Any, messages: list[Message], tools: Tools, **how: Any) -> Any:
@@ -140,7 +219,7 @@ def apply_template(tokenizer: Any, messages: list[Message], tools: Tools, **how:
     try:
         return tokenizer.apply_chat_template(messages, tools=tools, **how)
     except Exception as error:  # a template is a program of the model's; it raises what it likes
-        raise DataError(f"the chat template refuses the messages: {' '.join(str(error).split())}") from error
+        raise DataError(f"the chat template refuses the messages: {' '.join(str(error)[:1000].split())}") from error
 
 
 class TextError(DataError):
@@ -151,10 +230,12 @@ def tokenized(tokenizer: Any, text: str, **how: Any) -> Any:
     """What the tokenizer returns for a text. Raises TextError for half a surrogate pair, with its place."""
     try:
         return tokenizer(text, **how)
-    except (TypeError, UnicodeError):  # tokenizers says TypeError and nothing of the character
+    except (TypeError, UnicodeError) as error:  # tokenizers says TypeError and nothing of the character
         at = next((place for place, one in enumerate(text) if "\ud800" <= one <= "\udfff"), None)
         if at is None:
-            raise
+            raise DataError(
+                f"the tokenizer of {tokenizer.name_or_path} fails ({error}); get the model again"
+            ) from error
         raise TextError(
             f"character {at + 1} of a text, {text[at]!a} behind {text[max(at - 20, 0) : at]!r}, is half a surrogate "
             "pair, which cannot be encoded; leave it out, or write the whole character"

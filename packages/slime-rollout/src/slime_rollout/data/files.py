@@ -29,6 +29,8 @@ _SLICE = re.compile(r"(?P<path>.+)@\[(?P<start>|-?\d+):(?P<stop>|-?\d+)\]")
 _SAMPLES, _SAMPLE_BYTES = 16, 4096  # of a file, spread evenly from its first byte to its last
 
 _LONGEST = 256 << 20  # bytes of a line: a file that is not JSON Lines at all must not fill the memory
+# Most that a compressed file unpacks to, by its size or in any case: rows take much more memory than their text.
+_UNPACKED_TIMES, _UNPACKED_BYTES = 200, 4 << 20
 _COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "backports.zstd"}
 if sys.version_info >= (3, 14):
     _COMPRESSED[".zst"] = "compression.zstd"
@@ -95,7 +97,7 @@ class PromptFile:
                 self._start, self._stop, _ = rows.indices(self._table.size)
             else:
                 with _open(self._file) as stream, _damage(self._file, "decompressed"):
-                    self._is_array = is_array(stream)
+                    self._is_array = is_array(stream, most=_most_bytes(self._file))
                 self._start, self._stop = self._line_bounds(rows, streamed=streamed)
             self.size = _size(self._file)
 
@@ -153,9 +155,12 @@ class PromptFile:
         if not self._is_array:
             yield from _json_lines(self._file, mark)
             return
+        name, most = str(self._file), _most_bytes(self._file)
         with _open(self._file) as stream, _damage(self._file, "decompressed"):
-            name = str(self._file)
-            yield from array_items(stream, offset=mark.offset, row=mark.line, longest=_LONGEST, name=name)
+            longest = min(_LONGEST, most)
+            for row, offset, text in array_items(stream, offset=mark.offset, row=mark.line, longest=longest, name=name):
+                _check_unpacked(self._file, offset, most)
+                yield row, offset, text
 
     def _line_bounds(self, rows: slice, *, streamed: bool) -> tuple[int, int | None]:
         start, stop = rows.start or 0, rows.stop
@@ -259,14 +264,15 @@ def _parts(file: Path) -> list[Path]:
 
 def _json_lines(file: Path, mark: Mark) -> Iterator[tuple[int, int, bytes]]:
     """Lines that are not blank: number from 1, the offset behind the line, and the line without surrounding space."""
-    number, offset = mark.line, mark.offset
+    number, offset, most = mark.line, mark.offset, _most_bytes(file)
     with _open(file) as stream, _damage(file, "decompressed"):
         if offset:
             stream.seek(offset)
-        while line := stream.readline(_LONGEST + 1):
+        while line := stream.readline(min(_LONGEST, most) + 1):
             if number == 0:
                 _check_utf8(file, line)
             number, offset = number + 1, offset + len(line)
+            _check_unpacked(file, offset, most)
             if len(line) > _LONGEST:
                 raise DataError(f"{file}:{number}: over {_LONGEST >> 20} MiB long; is this JSON, one object per line?")
             if stripped := (line.removeprefix(BOM) if number == 1 else line).strip():
@@ -276,6 +282,20 @@ def _json_lines(file: Path, mark: Mark) -> Iterator[tuple[int, int, bytes]]:
 def _open(file: Path) -> IO[bytes]:
     module = _COMPRESSED.get(file.suffix.lower())
     return file.open("rb") if module is None else importlib.import_module(module).open(file, "rb")
+
+
+def _most_bytes(file: Path) -> int:
+    """What is read of a file after it is unpacked."""
+    size = file.stat().st_size
+    return max(_UNPACKED_BYTES, _UNPACKED_TIMES * size) if file.suffix.lower() in _COMPRESSED else max(size, _LONGEST)
+
+
+def _check_unpacked(file: Path, offset: int, most: int) -> None:
+    if offset > most and file.suffix.lower() in _COMPRESSED:
+        raise DataError(
+            f"{file} unpacks to more than {most:,} bytes, over {_UNPACKED_TIMES} times its size; unpack it, and give "
+            "what comes out if that is what you expect"
+        )
 
 
 def _check_utf8(file: Path, line: bytes) -> None:

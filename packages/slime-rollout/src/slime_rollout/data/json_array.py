@@ -14,11 +14,14 @@ _AT_ONCE = 1 << 16  # bytes that are read at once
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|["\[\]{},]', re.DOTALL)
 
 
-def is_array(stream: IO[bytes]) -> bool:
-    """Whether the first character of a stream, after a byte order mark and white space, opens an array."""
+def is_array(stream: IO[bytes], *, most: int) -> bool:
+    """Whether the first character of a stream, after a byte order mark and white space, opens an array.
+
+    It is looked for in the first ``most`` bytes.
+    """
     read = stream.read(_AT_ONCE)
     first = read.removeprefix(BOM).lstrip()
-    while read and not first:
+    while read and not first and stream.tell() < most:
         read = stream.read(_AT_ONCE)
         first = read.lstrip()
     return first.startswith(b"[")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +13,8 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from slime_core.files import read_text
+from slime_core.errors import DataError
+from slime_core.files import read_json
 from slime_rollout.engine import EngineDiedError, ExternalEngineError
 from slime_rollout.engine.addresses import Ports
 from slime_rollout.engine.config import EngineConfig
@@ -175,8 +175,8 @@ def same_model(theirs: str, ours: str) -> bool:
 
 def _config(path: str) -> dict[str, Any] | None:
     """A model's config without what does not describe the model; ``None`` if it cannot be read."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        config = json.loads(read_text(Path(path) / "config.json"))
+    with contextlib.suppress(OSError, ValueError, AttributeError, DataError):
+        config = read_json(Path(path) / "config.json")
         return {name: value for name, value in config.items() if name not in ("transformers_version", "_name_or_path")}
     return None
 
