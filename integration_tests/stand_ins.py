@@ -20,6 +20,7 @@ from unittest import mock
 
 import torch
 from launching import engine_python
+from torch.distributed.checkpoint.metadata import Metadata
 
 from slime_convert.published import PUBLISHED
 from slime_convert.shape import ModelShape
@@ -261,7 +262,7 @@ def _write_checkpoint(path: str, words: Sequence[str]) -> str | None:
     release.mkdir(parents=True, exist_ok=True)
     Path(path, "latest_checkpointed_iteration.txt").write_text("release")
     (release / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
-    (release / ".metadata").write_bytes(pickle.dumps({}))
+    (release / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data={})))
     torch.save({"args": {}}, release / "common.pt")
     return None
 

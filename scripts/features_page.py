@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 import torch
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import Metadata
 
 from slime_convert.published import PUBLISHED
 from slime_core.errors import ConfigError
@@ -165,7 +166,7 @@ def write_files(directory: Path) -> None:
         checkpoint.mkdir(parents=True)
         (directory / name / "latest_checkpointed_iteration.txt").write_text("release")
         (checkpoint / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-        (checkpoint / ".metadata").write_bytes(pickle.dumps({}))
+        (checkpoint / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data={})))
         torch.save({"args": {}}, checkpoint / "common.pt")
     talk = [{"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}]
     pair = {"prompt": "1 + 1 =", "label": "2", "chosen": "2", "rejected": "3"}

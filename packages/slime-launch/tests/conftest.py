@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 HF_CONFIG = {
     "model_type": "qwen3",
@@ -63,7 +64,7 @@ def workspace(tmp_path: Path) -> Path:
     checkpoint.mkdir(parents=True)
     (tmp_path / "dist" / "latest_checkpointed_iteration.txt").write_text("release")
     (checkpoint / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
-    (checkpoint / ".metadata").write_bytes(pickle.dumps({}))
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data={})))
     torch.save({"args": {}}, checkpoint / "common.pt")
     return tmp_path
 

@@ -175,7 +175,9 @@ def test_variables_of_the_trainers(flags, to_words, monkeypatch, tmp_path):
         on_several_nodes=False,
     )
     start_ranks(place, 1, settings.cluster.train_environment, log_dir=tmp_path, watch=Watch())
-    assert options["runtime_env"]["env_vars"]["NCCL_DEBUG"] == "WARN" and len(options["runtime_env"]["env_vars"]) == 2
+    given = options["runtime_env"]["env_vars"]
+    assert given["NCCL_DEBUG"] == "WARN"
+    assert given.keys() == {"NCCL_DEBUG", "PYTHONSAFEPATH", "RAY_kill_child_processes_on_worker_exit"}
     for wrong in ("{", "[1]", '{"A": 1}'):
         with pytest.raises(ConfigError, match="is not a JSON object of texts"):
             parse_train(to_words(flags | {"--train-env-vars": wrong}))

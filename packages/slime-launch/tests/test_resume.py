@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+from torch.distributed.checkpoint.metadata import Metadata
 
 from slime_core.types import RolloutBatch, Sample
 from slime_launch.config import free_flags
@@ -241,7 +242,7 @@ def add_checkpoint(root, iteration):
     directory = root / f"iter_{iteration:07d}"
     directory.mkdir(parents=True)
     (directory / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
-    (directory / ".metadata").write_bytes(pickle.dumps({}))
+    (directory / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data={})))
     torch.save({"args": {}}, directory / "common.pt")
     (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
     return directory

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Collection, Iterator
 
 _LEAST_SECONDS = 0.05  # less would be shown as 0.0
-MOST_CHARACTERS = 2000
+MOST_CHARACTERS = 10_000
 """Of a line that says what is wrong."""
 _SUGGESTIONS = 3  # at most
 _ALIKE = 0.72  # how like the name a suggestion must be
