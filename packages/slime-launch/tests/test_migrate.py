@@ -419,3 +419,9 @@ def test_a_sourced_file_that_is_no_text_is_left_out(script, capsys):
     (script.parent / "models" / "tiny.sh").write_bytes(b"\xff")
     assert main(["migrate", str(script)]) == 1
     assert "MODEL_ARGS is assigned in no file that could be read" in capsys.readouterr().err
+
+
+def test_a_name_that_no_file_can_have_is_left_out(script, capsys):
+    script.write_text(f"source {'x' * 5000}\n{SCRIPT}")
+    assert main(["migrate", str(script)]) == 1
+    assert "--hf-checkpoint /data/hf" in capsys.readouterr().out

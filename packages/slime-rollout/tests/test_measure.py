@@ -1,10 +1,13 @@
 """Lengths of rows before a run: what is counted, what is kept of it, and what is only said."""
 
+import dataclasses
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
-from slime_core.errors import DataError
+from slime_core.errors import ConfigError, DataError
 from slime_rollout import measure
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data import load_tokenizer
@@ -117,3 +120,12 @@ def test_pairs_are_counted_by_their_longer_side(tokenizer_dir, rows, tokenizer):
     found = measure_rows(DataSpec(rollout=config, rows="pairs", max_length=None))
     longest = tokens(tokenizer, "a") + tokens(tokenizer, LONG) + 1
     assert found.files == {str(rows): RowLengths(used=2, left_out=0, longest=longest)}
+
+
+def test_a_file_of_the_model_that_cannot_be_read_is_named(config_of, tokenizer_dir, tmp_path):
+    model = Path(shutil.copytree(tokenizer_dir, tmp_path / "model"))
+    (model / "chat_template.jinja").symlink_to("chat_template.jinja")
+    config = config_of("a")
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, hf_checkpoint=str(model)))
+    with pytest.raises(ConfigError, match=r"chat_template.jinja cannot be read \(Too many levels of symbolic links\)"):
+        measure_prompts(config)

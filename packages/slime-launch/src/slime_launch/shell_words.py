@@ -73,10 +73,10 @@ class _Reader:
             return
         above = (self.directory, *self.directory.parents[:2])  # scripts are run from the root of their repository
         for place in (*(folder / path for folder in above), self.directory / "models" / Path(path).name):
-            if place.is_file():
-                with contextlib.suppress(OSError, UnicodeDecodeError, DataError):  # its variables are unknown then
+            with contextlib.suppress(OSError, ValueError, DataError):  # its variables are unknown then
+                if place.is_file():
                     self.read(read_text(place, most=MOST_WRITTEN))
-                return
+                    return
 
     def expanded(self, word: str) -> list[str]:
         """A raw word's values: several for an array or an unquoted variable, none for an empty one."""

@@ -21,7 +21,7 @@ from typing import Any
 from slime_core.errors import DataError
 from slime_core.files import write_whole
 from slime_rollout.config import RolloutConfig
-from slime_rollout.data.chat import PromptEncoder, load_tokenizer, with_checked_template
+from slime_rollout.data.chat import PromptEncoder, check_files, load_tokenizer, with_checked_template
 from slime_rollout.data.dataset import RowEncoder, all_too_long, longest_prompt
 from slime_rollout.data.files import PromptFile, split_slice
 from slime_rollout.data.rows import usable
@@ -247,6 +247,7 @@ def _of_file(path: str) -> list[Any]:
 def _of_model(config: RolloutConfig) -> list[Any]:
     """The files of the model that tokens depend on, by size and time."""
     directory = Path(config.data.hf_checkpoint)
+    check_files(directory)
     files = sorted(file for file in directory.iterdir() if file.suffix in _ENCODED_BY)
     stats = ((file.name, file.stat()) for file in files)
     return [str(directory.resolve()), *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)]

@@ -551,6 +551,15 @@ def test_a_small_file_that_unpacks_to_much_is_refused(tmp_path, suffix, content,
         list(PromptFile(str(path)).rows())
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
+def test_a_compressed_file_with_holes_is_refused(tmp_path, suffix, write):
+    write([{"prompt": "a"}], tmp_path / f"p.jsonl{suffix}")
+    os.truncate(tmp_path / f"p.jsonl{suffix}", 2**40)
+    with pytest.raises(DataError, match=r"has 1,099,511,627,776 bytes, of which [\d,]+ are on the disk"):
+        PromptFile(str(tmp_path / f"p.jsonl{suffix}"))
+
+
 def test_what_is_packed_as_usual_is_read(tmp_path):
     rows = [{"prompt": random.Random(number).randbytes(2000).hex()} for number in range(2000)]
     with gzip.open(tmp_path / "p.jsonl.gz", "wt") as file:

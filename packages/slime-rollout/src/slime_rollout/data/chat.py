@@ -35,7 +35,7 @@ Rendering = Callable[[list[Message]], str]
 
 
 STRUCTURE = Path(__file__).parents[1] / "engine" / "cpu_shims" / "slime_cpu_shims" / "structure.py"
-_MOST_BYTES = {".json": 2**28, ".model": 2**28, ".tiktoken": 2**28, ".txt": 2**28, ".jinja": 2**20}
+_MOST_BYTES = {".json": 2**28, ".model": 2**28, ".tiktoken": 2**28, ".txt": 2**28, ".py": 2**28, ".jinja": 2**20}
 """Of the files that a tokenizer may be read from."""
 _TEMPLATE_SECONDS, _TEMPLATE_WAIT, _TEMPLATE_BYTES, _TEMPLATE_CHARACTERS = 2, 60, 2**29, 10**6
 _TRIED = [{"role": role, "content": "1 + 1"} for role in ("user", "assistant", "user")]
