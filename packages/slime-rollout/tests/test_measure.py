@@ -124,6 +124,7 @@ def test_pairs_are_counted_by_their_longer_side(tokenizer_dir, rows, tokenizer):
 
 def test_a_file_of_the_model_that_cannot_be_read_is_named(config_of, tokenizer_dir, tmp_path):
     model = Path(shutil.copytree(tokenizer_dir, tmp_path / "model"))
+    (model / "chat_template.jinja").unlink()
     (model / "chat_template.jinja").symlink_to("chat_template.jinja")
     config = config_of("a")
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, hf_checkpoint=str(model)))
