@@ -1,6 +1,7 @@
 """What a cluster is asked before a run joins it, by Ray's own head service, with a token and without."""
 
 import contextlib
+import importlib.util
 import os
 import socket
 import subprocess
@@ -8,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-import ray
 
 from slime_launch import cluster
 from slime_launch.cluster import asks_for_token, check_own_token, check_token, cluster_notices, has_token, knock
@@ -17,7 +17,8 @@ from slime_launch.errors import PlacementError
 from slime_launch.plain_text import BETWEEN_NODES
 
 pytestmark = pytest.mark.real
-HEAD = Path(ray.__file__).parent / "core/src/ray/gcs/gcs_server"
+# Not by importing Ray, which reads once, for all tests of this process, whether it asks for a token.
+HEAD = Path(importlib.util.find_spec("ray").origin).parent / "core/src/ray/gcs/gcs_server"
 TOKEN = "5e" * 32
 
 
