@@ -29,6 +29,7 @@ MEMORY, SECONDS, WAIT, AT_ONCE = 2 * 2**30, 20, 200, 2
 READ, REFUSED, FAULT, WRONG = 0, 3, 4, 5
 NAMES = {READ: "read", REFUSED: "refused", FAULT: "fault", WRONG: "wrong"}
 M_ARENA_MAX = -8
+STATM = Path("/proc/self/statm")
 NO_MEMORY = (
     *("MemoryError", "not enough memory", "Cannot allocate memory", "bad_alloc", "out of memory"),
     "Unable to allocate",
@@ -230,8 +231,8 @@ def read_one(number: int, root: Path, place: Path, expected: dict[str, Any]) -> 
             path.unlink()
     how = mutate(rng, place, sorted(path for path in root.rglob("*") if path.is_file()))
     os.chdir(place)
-    print(json.dumps({"number": number, "reader": name, "how": how}), flush=True)
-    used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()  # without mapped files
+    _, resident, *_, used, _ = (int(pages) * resource.getpagesize() for pages in STATM.read_text().split())
+    print(json.dumps({"number": number, "reader": name, "how": how, "before": resident}), flush=True)
     resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY, used + MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 5))  # on a busy machine, too, a reader has its time
@@ -270,11 +271,11 @@ def child(number: int, root: Path, slot: Path, expected: dict[str, Any]) -> None
         os._exit(code)
 
 
-def result(slot: Path, status: int, usage: resource.struct_rusage, before: int) -> dict[str, Any]:
-    """What became of a mutant; ``before`` is the parent's memory."""
-    grown = max(usage.ru_maxrss * 1024 - before, 0)
+def result(slot: Path, status: int, usage: resource.struct_rusage) -> dict[str, Any]:
+    """What became of a mutant."""
     out, error = ((slot / name).read_text(errors="replace") for name in ("out", "err"))
-    said = json.loads(out.partition("\n")[0]) if out.startswith("{") else {"how": out[:100]}
+    said = json.loads(out.partition("\n")[0]) if out.startswith("{") else {"how": out[:100], "before": 0}
+    grown = max(usage.ru_maxrss * 1024 - said.pop("before"), 0)
     code = os.waitstatus_to_exitcode(status)
     end = NAMES.get(code, f"ended by signal {-code}" if code < 0 else f"exit code {code}")
     if code in (-signal.SIGXCPU, -signal.SIGALRM):
@@ -320,22 +321,21 @@ def read_all(work: Path, first: int, count: int) -> None:
     gc.freeze()
     threads = [(path / "comm").read_text().strip() for path in Path("/proc/self/task").iterdir()]
     assert len(threads) == 1, threads
-    running: dict[int, tuple[Path, int]] = {}
+    running: dict[int, Path] = {}
     free = [work / str(number) for number in range(AT_ONCE)]
     for number in [*range(first, first + count), *[None] * AT_ONCE]:
         while running and (number is None or not free):
             process, status, usage = os.wait4(-1, 0)
-            slot, before = running.pop(process)
-            print(json.dumps(result(slot, status, usage, before)), flush=True)
+            slot = running.pop(process)
+            print(json.dumps(result(slot, status, usage)), flush=True)
             free.append(slot)
         if number is not None:
             slot = free.pop()
             slot.mkdir(exist_ok=True)
-            before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
             process = os.fork()
             if not process:
                 child(number, root, slot, expected)
-            running[process] = slot, before
+            running[process] = slot
 
 
 if __name__ == "__main__":
