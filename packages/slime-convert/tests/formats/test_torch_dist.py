@@ -464,6 +464,7 @@ def test_layers_of_a_stack_are_found_back():
 
 def test_what_describes_nothing_is_refused_before_torch_reads_it(written):
     """torch would look for another file instead, and log what it did not find."""
+    check_metadata(written, is_read=True)
     (written / ".metadata").write_bytes(pickle.dumps((1, 2), 4))
     with pytest.raises(CheckpointError, match=r"cannot read .*\.metadata \(it holds something else than Metadata\)"):
-        check_metadata(written)
+        check_metadata(written, is_read=True)

@@ -207,7 +207,7 @@ def _extra_states(state: dict[str, Any], *, are_kept: bool) -> dict[str, Any]:
 def _check_metadata(info: CheckpointInfo) -> None:
     """Look at what torch would unpickle, whatever it names."""
     try:
-        check_metadata(info.directory)
+        check_metadata(info.directory, is_read=True)
     except ConvertError as error:
         raise CheckpointError(str(error)) from error
 

@@ -77,13 +77,17 @@ def recorded_arguments(directory: Path) -> dict[str, Any]:
     return plain_arguments(common.get("args")) if isinstance(common, dict) else {}
 
 
-def check_metadata(directory: Path) -> None:
+def check_metadata(directory: Path, *, is_read: bool = False) -> None:
     """Check that what describes one iteration can be handed to torch, which runs whatever it names.
+
+    Where it ``is_read`` then, it must describe tensors, too: torch logs what it cannot use.
 
     Raises:
         CheckpointError: It names something that describes no checkpoint, or cannot be read.
     """
     described = _metadata(directory)
+    if not is_read:
+        return
     try:
         state = _state(described, "Metadata")
         if not all(isinstance(state.get(part), dict) for part in ("state_dict_metadata", "storage_data")):
