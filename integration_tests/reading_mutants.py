@@ -34,7 +34,7 @@ NO_MEMORY = (
     *("MemoryError", "not enough memory", "Cannot allocate memory", "bad_alloc", "out of memory"),
     "Unable to allocate",
 )
-MOST_CHARACTERS = 3000  # of a line that refuses a file
+MOST_CHARACTERS = 11_000  # of a line that refuses a file
 
 
 # Who reads it. Each returns something that is the same for the same content, or nothing.

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 OnProgress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all: first with what an earlier run left, then as bytes are written."""
 
-_LONGEST = 2000  # characters of a line
+_LONGEST = 10_000  # characters of a line
 _LOG_SECONDS, _LOG_PERCENT, _LOG_PAUSE_SECONDS = 60.0, 5, 2.0
 
 
