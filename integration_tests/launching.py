@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -165,7 +167,18 @@ def ages_of(batches: list[RolloutBatch]) -> dict[int, int]:
 
 def slowness() -> float:
     """How many times as long things may take as on a quiet machine; it is 1 up to eight busy threads a core."""
-    return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)) / 8)
+    return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)) / 8) * max(1.0, _slower() / 1.5)
+
+
+@functools.cache
+def _slower() -> float:
+    """How many times as long this machine computes as the one that limits of time were chosen on."""
+    least = math.inf
+    for _ in range(3):
+        start = time.process_time()
+        sum(number for number in range(10**6))
+        least = min(least, time.process_time() - start)
+    return least / 0.02
 
 
 def wait_for(

@@ -22,7 +22,7 @@ RAY = """#!/usr/bin/env bash
 # Notes its words and its token. A `start` stays until it is ended; only then `health-check` finds nobody.
 echo "ray $* token=$RAY_AUTH_TOKEN mode=$RAY_AUTH_MODE" >>"$STEPS"
 case $1 in
-    start) touch "$UP"; [[ $* == *--head* ]] || exit 1; trap 'rm "$UP"; exit' TERM; while :; do sleep 0.05; done ;;
+    start) trap 'rm "$UP"; exit' TERM; touch "$UP"; [[ $* == *--head* ]] || exit 1; while :; do sleep 0.05; done ;;
     health-check) [[ -e $UP ]] ;;
 esac
 """
