@@ -206,7 +206,7 @@ def legacy_runs(tmp_path_factory):
     words = [str(root), json.dumps(list(jobs.values()))]
     ranks = [subprocess.Popen([sys.executable, program, str(rank), *words], stderr=subprocess.PIPE) for rank in (0, 1)]
     try:
-        errors = [rank.communicate(timeout=150)[1].decode() for rank in ranks]
+        errors = [rank.communicate(timeout=280)[1].decode() for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -215,7 +215,8 @@ def test_on_the_command_line(quantized, tmp_path, capfd):
     words = ["--output-dir", str(tmp_path / "back"), "--origin-hf-dir", directory]
     assert main(["torch-dist-to-hf", "--input-dir", str(tmp_path / "ours"), *words]) == 0
     out, err = capfd.readouterr()
-    assert err == "" and [line.split()[0] for line in out.splitlines()] == ["wrote"] * 3
+    assert all("%, " in line for line in err.splitlines())  # progress, on a busy machine
+    assert [line.split()[0] for line in out.splitlines()] == ["wrote"] * 3
     assert_same_weights(tmp_path / "back", quantized.expanded)
 
 

@@ -92,7 +92,7 @@ def check_files(directory: Path) -> None:
     Raises:
         ConfigError: One is not a regular file, or larger than any.
     """
-    for path in directory.iterdir():
+    for path in directory.iterdir() if directory.is_dir() else ():
         try:
             state = path.stat()
         except FileNotFoundError:  # a link to nothing
