@@ -347,7 +347,7 @@ def test_what_yaml_can_share_is_shared(read):
         ("eval: {datasets: {a: {path: x}, a: {path: y}}}", ", line 1: invalid YAML: the key a is there twice"),
         ("? [a]\n: b", ", line 1: invalid YAML: found unhashable key"),
         ("eval: !!python/object/apply:os.getcwd []", ", line 1: invalid YAML: "),
-        ("[" * 1000, " is nested too deeply"),
+        ("[" * 1000, ", line 1: invalid YAML: brackets are nested too deeply"),
         ("{}", " has no key eval; write eval: {datasets: [{name: …, path: …}]}"),
         ("evals: {}", ": the key evals is unknown; did you mean eval?"),
         ("eval: {dataset: []}", ": eval: the key dataset is unknown; did you mean datasets?"),

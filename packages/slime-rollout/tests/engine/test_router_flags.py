@@ -50,7 +50,7 @@ def test_given_flags_win_over_slimes_choices():
         "request-id-headers": ("a", "b"),
     }
     command = router_command(EngineConfig(router_args=args), port=1, prometheus_port=2)
-    read = parse_router_args(command[3:])
+    read = parse_router_args(command[command.index("sglang_router.launch_router") + 1 :])
     assert (read.health_check_interval_secs, read.log_level, read.disable_retries) == (7, "info", True)
     assert read.request_id_headers == ["a", "b"]
     assert read.cb_success_threshold == 1
