@@ -27,6 +27,18 @@ BEFORE = "872c92d4"
 PAIRS = 10
 GOAL = 1.05
 HIDDEN = "512"
+SAVE = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+begun = time.perf_counter()
+import checkpoint
+checkpoint.save(sys.argv[2], int(sys.argv[3]))
+print(time.perf_counter() - begun)
+"""
+LOAD = SAVE.replace(
+    "checkpoint.save(sys.argv[2], int(sys.argv[3]))",
+    "checkpoint.worker(sys.argv[2], int(sys.argv[3]), sys.argv[2]).close()",
+)
 LITTLE_WORK: tuple[str, ...] = ("--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--global-batch-size", "4")
 LITTLE_WORK += ("--micro-batch-size", "4", "--num-rollout", "5")
 
@@ -57,8 +69,8 @@ def measured(places: Places, root: Path, out: Path, name: str) -> dict[str, floa
     start = launcher.run(script(places, root, out / name), out / name)
     rows = [json.loads(line) for line in (out / name / "run" / "metrics.jsonl").read_text().splitlines()]
     updates = [row["perf/update_weights_time"] for row in rows if "perf/update_weights_time" in row]
-    loaded = _load(root, "resume", out / f"checkpoint-{name.partition('-')[2]}")
-    return {"start": sum(start.values()), "update": median(updates), "load": loaded["ready"]}
+    loaded = _load(root, "load", out / f"checkpoint-{name.partition('-')[2]}")
+    return {"start": sum(start.values()), "update": median(updates), "load": loaded}
 
 
 def records_of(pairs: list[dict[str, dict[str, float]]]) -> list[Record]:
@@ -86,15 +98,15 @@ def script(places: Places, root: Path, out: Path) -> Path:
     return path
 
 
-def _load(root: Path, what: str, directory: Path) -> dict[str, float]:
-    """What a checkout's benchmark of checkpoints prints of one step of its own."""
+def _load(root: Path, what: str, directory: Path) -> float:
+    """Seconds of a new process of a checkout that saves a checkpoint, or loads it, with its benchmark's own model."""
     if what == "save":
         shutil.rmtree(directory, ignore_errors=True)
-    words = [sys.executable, str(root / "benchmarks" / "checkpoint.py"), what, str(directory), HIDDEN, "1"]
+    program = LOAD if what == "load" else SAVE
+    words = [sys.executable, "-c", program, str(root / "benchmarks"), str(directory), HIDDEN]
     environment = os.environ | {"PYTHONPATH": _sources(root)}
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, env=environment)
-    numbers: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return numbers
+    return float(done.stdout.split()[-1])
 
 
 def _sources(root: Path) -> str:
