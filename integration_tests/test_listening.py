@@ -27,3 +27,10 @@ def test_every_socket_listens_on_loopback(learned_run: Ended) -> None:
     assert all(part in commands for part in PARTS), commands
     outside = sorted(socket for socket in learned_run.listening if not is_loopback(socket[1]))
     assert not outside, "\n".join(map(str, outside))
+
+
+@pytest.mark.real
+@pytest.mark.timeout(1800)
+def test_its_engine_was_forked_from_the_process_with_sglangs_imports(learned_run: Ended) -> None:
+    """Else a start takes as long as these imports; what another environment has is said in this log."""
+    assert "is started, not forked" not in (learned_run.work / "out" / "logs" / "rollout.log").read_text()

@@ -54,8 +54,8 @@ AT_START = (
     "SGLANG_",
     "SLIME_ENGINE_",
 )
-# SGLang reads it when its ranks meet.
-LATER = ("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE",)
+# SGLang reads the one when its ranks meet, torch the other when it compiles; a run's workers have it, its launcher not.
+LATER = ("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", "TORCHINDUCTOR_CACHE_DIR")
 
 
 class ForkingSupervisor(reaper.Supervisor):
