@@ -53,7 +53,8 @@ _CODE = frozenset(
     {
         *(flag_name(name) for name in (*(hook.field for hook in HOOKS), *FUNCTIONS)),
         *("--sglang-python", "--trust-remote-code", "--sglang-trust-remote-code"),
-        *("--megatron-config-path", "--train-env-vars"),  # the first may name functions, the second libraries
+        *("--config", "--eval-config", "--megatron-config-path"),  # files that may name functions
+        "--train-env-vars",  # which may name libraries
     }
 )
 """Flags that name what is run."""
