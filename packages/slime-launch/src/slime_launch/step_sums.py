@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slime_core.files import open_file, open_to_append, write_whole
+from slime_core.files import MOST_BYTES, open_file, open_to_append, write_whole
 from slime_core.types import TrainReport
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     with open_file(path) as file:
-        for text in file:
+        while text := file.readline(MOST_BYTES):
             try:
                 yield json.loads(text)
             except (ValueError, RecursionError):

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime_core.files import open_to_append, read_bytes, write_whole
+from slime_core.files import MOST_BYTES, open_file, open_to_append, write_whole
 from slime_core.types import Span, TrainReport
 from slime_launch.step_sums import SumLog
 
@@ -37,11 +37,12 @@ def read_rows(output_dir: Path) -> list[Row]:
     if not path.exists():
         return []
     rows = []
-    for line in read_bytes(path).splitlines():
-        try:
-            rows.append(json.loads(line))
-        except (ValueError, RecursionError):
-            break
+    with open_file(path) as file:  # as large as a run is long; a line is not
+        while line := file.readline(MOST_BYTES):
+            try:
+                rows.append(json.loads(line))
+            except (ValueError, RecursionError):
+                break
     return rows
 
 

@@ -66,6 +66,7 @@ def test_a_browser_gets_the_page_and_new_data(run):
             assert (again.status, nothing) == (304, b"")
             assert get(f"/../metrics.jsonl?token={TOKEN}")[0].status == 404
             assert get(f"/data.json?token={TOKEN}", Host="a-site-elsewhere.example:80")[0].status == 403
+            assert get("http://[", Host="localhost:1")[0].status == 400
             for path in ("/", "/data.json", "/nothing"):
                 for query in ("", "?token=", "?token=another", f"?token={TOKEN}x", f"?token=x&token={TOKEN}", "?%ff"):
                     answer, body = get(path + query)

@@ -75,7 +75,11 @@ def make_server(directories: Sequence[Path], port: int, token: str) -> Threading
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            asked = urlsplit(self.path)
+            try:
+                asked = urlsplit(self.path)
+            except ValueError:  # such as an IPv6 address that is none
+                self._answer(b"", "text/plain", status=400)
+                return
             [given] = parse_qs(asked.query, errors="replace").get("token", [""])[:1]
             if self.headers.get("Host", "").rpartition(":")[0] not in HOSTS:
                 self._answer(b"", "text/plain", status=403)
