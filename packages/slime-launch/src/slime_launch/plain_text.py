@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 import urllib.parse
 from collections.abc import Iterator
 
@@ -43,4 +45,10 @@ def _services(settings: Settings) -> Iterator[str]:
 
 
 def _is_plain(url: str) -> bool:
-    return urllib.parse.urlsplit(url).scheme == "http" and not is_this_machine(url)
+    """Whether others on the network could read what goes to an address. No name is looked up, which may take long."""
+    parts = urllib.parse.urlsplit(url)
+    try:
+        ipaddress.ip_address(parts.hostname or "")
+    except ValueError:
+        return parts.scheme == "http" and parts.hostname not in ("localhost", socket.gethostname().lower())
+    return parts.scheme == "http" and not is_this_machine(url)

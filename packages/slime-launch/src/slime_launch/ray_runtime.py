@@ -150,7 +150,7 @@ def _empty_folder(options: Mapping[str, Any]) -> Iterator[None]:
     Ray has its workers look for modules where it was initialised, before all other places. They go to the run's working
     folder when they start.
     """
-    if path := os.environ.get("RAY_AUTH_TOKEN_PATH"):
+    if (path := os.environ.get("RAY_AUTH_TOKEN_PATH")) and not path.startswith("~"):
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(Path(path).absolute())
     with contextlib.ExitStack() as stack:
         # Processes of a Ray of this run's own begin there, so it stays.
