@@ -205,7 +205,7 @@ def test_a_state_that_is_nested_too_deeply_is_torn(tmp_path):
         store.read_source_state(12)
 
 
-@pytest.mark.skipif(not Path("/dev/tty").exists(), reason="there is no terminal's device")
+@pytest.mark.skipif(not Path("/dev/tty").exists(), reason="this machine lacks /dev/tty")
 def test_a_rollout_that_cannot_be_opened_is_named(tmp_path):
     (tmp_path / "rollout_0000012.npz").symlink_to("/dev/tty")
     with pytest.raises(DataError, match=r"rollout_0000012.npz is torn or not a rollout"):

@@ -44,7 +44,7 @@ def without_packages(*names: str) -> Iterator[None]:
             del sys.modules[name]
 
 
-SAFE_PATH, BY_US = "PYTHONSAFEPATH", "of a command of slime"
+SAFE_PATH, BY_US = "PYTHONSAFEPATH", "set by slime"
 
 
 @contextlib.contextmanager

@@ -166,13 +166,7 @@ def stored_bytes(model: Path) -> int:
     if (model / INDEX).is_file() and not is_whole(model):
         try:
             return int(read_json(model / INDEX)["metadata"]["total_size"])
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            OverflowError,
-            DataError,
-        ):  # a file that was cut off, or an index without sizes
+        except (ValueError, KeyError, TypeError, OverflowError, DataError):  # cut off, or an index without sizes
             pass
     return found
 

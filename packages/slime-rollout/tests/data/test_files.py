@@ -556,7 +556,7 @@ def test_a_small_file_that_unpacks_to_much_is_refused(tmp_path, suffix, content,
 def test_a_compressed_file_with_holes_is_refused(tmp_path, suffix, write):
     write([{"prompt": "a"}], tmp_path / f"p.jsonl{suffix}")
     os.truncate(tmp_path / f"p.jsonl{suffix}", 2**40)
-    with pytest.raises(DataError, match=r"has 1,099,511,627,776 bytes, of which [\d,]+ are on the disk"):
+    with pytest.raises(DataError, match=r"has 1,099,511,627,776 bytes, and [\d,]+ on the disk: it has holes"):
         PromptFile(str(tmp_path / f"p.jsonl{suffix}"))
 
 

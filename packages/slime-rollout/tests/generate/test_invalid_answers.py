@@ -301,7 +301,7 @@ def wire_cases():
         "in drops": (in_drops, late),
         "never": (never, late),
         "closed at once": (broken_off(0), "failed 1 times, at last with"),
-        "closed amid it": (broken_off(200), "failed 1 times, at last with"),
+        "closed halfway": (broken_off(200), "failed 1 times, at last with"),
         "closed after it": (broken_off(5000), "failed 1 times, at last with"),
         "not packed": (unpacked(whole, "gzip"), "not of the Content-Encoding gzip"),
         "cut while packed": (unpacked(gzip.compress(whole)[:-9], "gzip"), "is cut off"),

@@ -1,4 +1,6 @@
 import asyncio
+import json
+import random
 import time
 
 import pytest
@@ -8,6 +10,25 @@ from slime_core.types import Sample
 from slime_rollout.errors import RewardError
 from slime_rollout.rewards import VerifierError
 from slime_rollout.rewards.scorers import RemoteReward
+
+
+def served(handle, samples, **settings):
+    """The address of a service whose requests ``handle`` answers, and what each sample's score is, or raises."""
+
+    async def run():
+        app = web.Application()
+        app.router.add_post("/score", handle)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}/score"
+        try:
+            return url, await asyncio.gather(*map(RemoteReward(url, **settings), samples), return_exceptions=True)
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(asyncio.wait_for(run(), 100))
 
 
 def ask(answer, *, count=1, timeout=5.0):
@@ -22,23 +43,10 @@ def ask(answer, *, count=1, timeout=5.0):
             return web.Response(status=given, text="scripted")
         return given if isinstance(given, web.Response) else web.json_response(given)
 
-    async def run():
-        app = web.Application()
-        app.router.add_post("/score", handle)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        reward = RemoteReward(f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}/score", timeout=timeout)
-        samples = [
-            Sample(index=index, group_index=0, prompt="a", response=f"b{index}", label="c") for index in range(count)
-        ]
-        try:
-            return await asyncio.gather(*map(reward, samples), return_exceptions=True)
-        finally:
-            await runner.cleanup()
-
-    return asyncio.run(asyncio.wait_for(run(), 60)), bodies
+    samples = [
+        Sample(index=index, group_index=0, prompt="a", response=f"b{index}", label="c") for index in range(count)
+    ]
+    return served(handle, samples, timeout=timeout)[1], bodies
 
 
 def test_a_number_or_numbers_by_name():
@@ -95,3 +103,92 @@ def test_a_refusal_ends_the_run():
     assert isinstance(scores[0], RewardError) and not isinstance(scores[0], VerifierError)
     assert "--rm-url refused sample 0" in str(scores[0])
     assert len(bodies) == 1
+
+
+NO_REWARD = "not a finite number or an object of them"
+LACKS = "without score"
+WHOLE = b'{"score": 0.75, "style": 0.5, "answer": "42"}'
+
+
+def all_cases():
+    """Bodies, each with a part of what is said about it. Somebody trains on the part ``score``."""
+    texts = [
+        "",
+        " ",
+        "null",
+        '""',
+        '"0.75"',
+        '"NaN"',
+        "[]",
+        "{}",
+        "[0.75]",
+        "[[0.75]]",
+        '[{"score": 0.75}]',
+        "OK",
+        "yes",
+    ]
+    texts += [
+        "NaN",
+        "Infinity",
+        "-Infinity",
+        "1e999",
+        "-1e999",
+        "1e300",
+        "-1e300",
+        "1" + "0" * 400,
+        "3.5e38",
+        "0.75 0.5",
+    ]
+    texts += [
+        "0,75",
+        ".75",
+        "+1",
+        "01",
+        "0x1",
+        "1_0",
+        "٣",
+        "<html><h1>502 Bad Gateway</h1></html>",
+        "// 1\n0.75",
+        "[" * 90_000,
+    ]
+    texts += ['"' + "a" * 900_000 + '"', "\ufeff1", "True", "undefined", '{"score"', '{"score": }', "{'score': 0.75}"]
+    odd = [None, "0.75", "high", [], [0.75], {}, {"value": 0.75}, 10**400, 1e300, -1e300]
+    texts += [json.dumps({"score": value, "style": 0.5}) for value in odd]
+    texts += ['{"score": ' + value + ', "style": 0.5}' for value in ("NaN", "1e999", "-Infinity", "1,2")]
+    texts += [json.dumps({"error": words}) for words in ("busy", None, {"message": "no"}, ["no"])]
+    bodies = [text.encode() for text in texts] + [bytes(900), b"\xff\xfe0", WHOLE.decode().encode("utf-16"), WHOLE * 2]
+    bodies += [WHOLE[:cut] for cut in random.Random(49).sample(range(1, len(WHOLE)), 8)]
+    cases = [(body, NO_REWARD) for body in bodies]
+    others = [{"error": "busy", "code": 500}, {"status": 0, "ok": True}, {"data": {"score": 1}, "id": 7}, {"Score": 1}]
+    cases += [(json.dumps(other).encode(), LACKS) for other in others]
+    too_large = b"[" + b"0," * 600_000 + b"0]"
+    return [*cases, (too_large, "an answer of more than 1,000,000 bytes"), (b" " * 10**6 + b"1", "1,000,000 bytes")]
+
+
+def score(bodies):
+    """What asking a service that answers so gives or raises, one sample each; and its address."""
+
+    async def handle(request):
+        return web.Response(body=bodies[int((await request.json())["response"])])
+
+    samples = [Sample(index=place, group_index=0, prompt="a", response=f"{place}") for place in range(len(bodies))]
+    return served(handle, samples, timeout=10.0, keys={"score"})
+
+
+def test_right_answers_of_a_service_are_taken():
+    _, found = score([WHOLE, b"0.75", b'{"score": true}', b"-3.4e38"])
+    assert found == [{"score": 0.75, "style": 0.5, "answer": "42"}, 0.75, {"score": 1.0}, -3.4e38]
+
+
+@pytest.mark.timeout(120)
+def test_no_invalid_answer_of_a_service_is_a_reward_and_each_is_said_with_the_address():
+    cases = all_cases()
+    assert len(cases) >= 50
+    url, found = score([body for body, _ in cases])
+    wrong = []
+    for (body, said), outcome in zip(cases, found, strict=True):
+        words = str(outcome)
+        is_said = type(outcome) is VerifierError and url in words and said in words
+        if not is_said or "\n" in words or len(words) > 1000:
+            wrong.append(f"{body[:100]!r} (expected: {said}): {outcome!r}"[:500])
+    assert not wrong, "\n".join([f"{len(wrong)} of {len(cases)}:", *wrong])

@@ -203,11 +203,11 @@ def read_npz(path: str | Path, what: str) -> tuple[dict[str, Any], Columns]:
         with open_file(Path(path)) as file, np.load(file, allow_pickle=False) as members:  # noqa: TID251  (limited below)
             if any(member.compress_type != zipfile.ZIP_STORED for member in members.zip.infolist()):
                 raise ValueError("it has packed members, which may be of any size")
-            head = json.loads(_text(_member(members, "head", os.fstat(file.fileno()).st_size)))
+            size = os.fstat(file.fileno()).st_size
+            head = json.loads(_text(_member(members, "head", size)))
             version = head.pop("format_version")
             if version != FORMAT_VERSION:
                 raise FormatVersionError(f"{what}: format_version {version!r}; this slime reads {FORMAT_VERSION}")
-            size = os.fstat(file.fileno()).st_size
             arrays = {name: _member(members, name, size) for name in members.files if name != "head"}
         return head, _joined(arrays)
     except _DAMAGE as error:

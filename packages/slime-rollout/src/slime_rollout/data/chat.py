@@ -51,8 +51,8 @@ def load_tokenizer(hf_checkpoint: str, *, trust_remote_code: bool = False) -> An
         trust_remote_code: Run the tokenizer's own code where it comes as Python (Kimi, Moonlight).
 
     Raises:
-        ConfigError: There is none that transformers can load.
-        DataError: There is something in the directory that is not read: a pipe, a device, a text of gigabytes.
+        ConfigError: There is none that transformers can load, or something in the directory is not read: a pipe, a
+            device, a text of gigabytes.
     """
     if not Path(hf_checkpoint).is_dir():
         raise ConfigError(

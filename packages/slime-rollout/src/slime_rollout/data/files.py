@@ -200,7 +200,7 @@ def _check_kind(file: Path) -> None:
     mode, size, on_disk = state.st_mode, state.st_size, 512 * state.st_blocks
     if file.suffix.lower() in _COMPRESSED and on_disk > 0 and size > max(2 * on_disk, _UNPACKED_BYTES):
         # What follows the packed rows is passed over, to an end that may be terabytes away. 0: not known, as of s3fs.
-        raise DataError(f"{file} has {size:,} bytes, of which {on_disk:,} are on the disk; it has holes: copy it again")
+        raise DataError(f"{file} has {size:,} bytes, and {on_disk:,} on the disk: it has holes; copy it again")
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise DataError(
             f"the prompt file {file} is a pipe or a device, which can be read only once; prompts are read more often: "
