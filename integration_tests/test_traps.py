@@ -205,6 +205,18 @@ def test_a_run_in_a_folder_of_traps(trained) -> None:
     assert after == before
 
 
+@pytest.mark.full
+def test_a_run_with_engines_in_a_folder_of_traps(trained) -> None:
+    """Ray, the router, an engine and the processes that score, too."""
+    traps, *_ = trained
+    traps.ran.unlink(missing_ok=True)
+    before = snapshot(traps.folder, traps.own / "victims")
+    done = traps.run(f"slime-launch train {TRAIN} --output-dir {{own}}/engines".split(), RUN_SECONDS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert ran(traps) == []
+    assert snapshot(traps.folder, traps.own / "victims") == before
+
+
 def ran(traps: Traps) -> list[str]:
     return traps.ran.read_text().splitlines() if traps.ran.exists() else []
 
