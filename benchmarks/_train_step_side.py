@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from slime_convert.shape import ModelShape
 from slime_core.config import AlgorithmConfig
 from slime_core.types import Rendezvous
-from slime_megatron.config import MegatronConfig
+from slime_megatron.settings.config import MegatronConfig
 
 KL_COEF, LEARNING_RATE, CLIP = 0.001, 1e-6, 1.0
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
@@ -66,7 +66,7 @@ def unshared_side(directory: Path, threads: int) -> Step:
 
 def trainer_side(directory: Path, threads: int, *, share_prompts: bool = True) -> Step:
     """The trainer, of whichever commit is on the path."""
-    from slime_megatron.start import start_worker
+    from slime_megatron.service import start_worker
 
     config = megatron_config(directory, threads, share_prompts=share_prompts)
     algorithm = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=KL_COEF)
@@ -85,18 +85,18 @@ def bare_core_side(directory: Path, threads: int) -> Step:
 
     The reference is the model itself: its pass takes as long as another's.
     """
-    from slime_megatron.device import select_device
+    from slime_megatron.ranks.device import select_device
 
     device = select_device(threads)
     from megatron.core.distributed import finalize_model_grads
 
-    from slime_megatron.checkpoint import find_checkpoint
-    from slime_megatron.checkpoint_io import load_weights
-    from slime_megatron.model import build_model, run
-    from slime_megatron.optimizer import build_optimizer, wrap_model
-    from slime_megatron.packing import MicroBatch
-    from slime_megatron.parallel import join_ranks, seed_everything
-    from slime_megatron.step import Head
+    from slime_megatron.checkpoints.contents import load_weights
+    from slime_megatron.checkpoints.find import find_checkpoint
+    from slime_megatron.model.build import build_model, run
+    from slime_megatron.model.packing import MicroBatch
+    from slime_megatron.ranks.parallel import join_ranks, seed_everything
+    from slime_megatron.step.optimizer import build_optimizer, wrap_model
+    from slime_megatron.step.passes import Head
 
     config, shape, shard = megatron_config(directory, threads), ModelShape.from_hf_config(directory / "hf"), rollout()
     join_ranks(config, meeting(), device)

@@ -18,8 +18,8 @@ from _records import Record
 from torch.nn.functional import scaled_dot_product_attention
 
 from slime_core.types import TrainSample
-from slime_megatron.attention import AttentionLayout, attend
-from slime_megatron.packing import MicroBatch
+from slime_megatron.model.attention import AttentionLayout, attend
+from slime_megatron.model.packing import MicroBatch
 
 HEADS, KEY_HEADS, CHANNELS = 9, 3, 64
 

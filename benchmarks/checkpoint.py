@@ -108,8 +108,7 @@ def worker(out: str, size: int, resume_from: str | None, *, quick_start: bool = 
     from slime_convert.shape import ModelShape
     from slime_core.config import AlgorithmConfig
     from slime_core.types import Rendezvous
-    from slime_megatron.config import MegatronConfig
-    from slime_megatron.start import start_worker
+    from slime_megatron.service import MegatronConfig, start_worker
 
     shape = dataclasses.replace(
         ModelShape.from_hf_config(PUBLISHED["qwen3-0.6B"].config),
@@ -143,7 +142,7 @@ def save(out: str, size: int) -> dict[str, float]:
 def saves(out: str, size: int, rounds: int) -> dict[str, float]:
     """Save each way in turns; the median seconds of each."""
     rank = worker(out, size, None, quick_start=True)
-    background, found = rank._background, defaultdict[str, list[float]](list)
+    background, found = rank._roles._background, defaultdict[str, list[float]](list)
     assert background is not None
     release = background.release
 
@@ -160,11 +159,11 @@ def saves(out: str, size: int, rounds: int) -> dict[str, float]:
                 rank.train(batch())
             shutil.rmtree(Path(out), ignore_errors=True)
             Path(out).mkdir()
-            rank._background = background if way in ("call", "step at once") else None
+            rank._roles._background = background if way in ("call", "step at once") else None
             os.sync()  # what was removed or written before is not a part of it
             with torch_writer() if way == "before" else contextlib.nullcontext(), timed(found[way]):
                 rank.save(number)
-            rank._background = background
+            rank._roles._background = background
             if way == "step at once":
                 found["copy"].clear()
                 with timed(found["step beside"]):
@@ -194,7 +193,7 @@ def torch_writer() -> Iterator[None]:
     """Within the block, checkpoints are written as before: by torch's own writer."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    from slime_megatron import checkpoint_writer
+    from slime_megatron.checkpoints import writer as checkpoint_writer
 
     def writer(directory: str, reading: object) -> FileSystemWriter:
         return FileSystemWriter(directory)
@@ -229,7 +228,7 @@ def batch() -> TrainShard:
 def resume(out: str, size: int) -> dict[str, float]:
     """Seconds of the imports alone, of all until the rank could train, of all until it had, and of another step."""
     start = time.perf_counter()
-    from slime_megatron.device import select_device
+    from slime_megatron.ranks.device import select_device
 
     select_device()
     import slime_megatron.worker  # noqa: F401

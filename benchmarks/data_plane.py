@@ -31,10 +31,12 @@ from slime_convert.shape import ModelShape
 from slime_core.metrics import rollout_metrics
 from slime_core.types import RolloutBatch, RolloutColumns, Sample, Status
 from slime_core.types.arrays import Ragged
-from slime_launch.config import ClusterConfig, Settings
+from slime_launch.batch_spec import batch_spec
+from slime_launch.config import ClusterConfig
 from slime_launch.flags import parse_train
 from slime_launch.ray_runtime import ray_runtime
-from slime_launch.shards import ReadyRollout, Recipe, prepare_rollout
+from slime_rollout.prepare import BatchSpec, prepare_rollout
+from slime_rollout.ready import ReadyRollout
 from slime_rollout.store import RolloutStore
 
 SAMPLES, QUICK, TOKENS, PROMPT, GROUP, VERSION = 2048, 256, 8192, 256, 8, 3
@@ -84,7 +86,7 @@ def main(out: Path, *, quick: bool) -> list[Record]:
         worker = ray.remote(RolloutSide).options(num_cpus=0, max_concurrency=1).remote(samples)
         rank = ray.remote(TrainerSide).options(num_cpus=0).remote()
         size: int = ray.get(worker.array_bytes.remote())
-        rounds = [one_round(worker, rank, recipe(samples, out)) for _ in range(2 if quick else 4)]
+        rounds = [one_round(worker, rank, spec_of(samples, out)) for _ in range(2 if quick else 4)]
     case = f"{samples:,} samples of {TOKENS:,} tokens"
     memory = max(one.worker_bytes + one.rank_bytes for one in rounds) / size
     return [
@@ -97,7 +99,7 @@ def main(out: Path, *, quick: bool) -> list[Record]:
     ]
 
 
-def one_round(worker: Any, rank: Any, given: Recipe) -> Round:
+def one_round(worker: Any, rank: Any, given: BatchSpec) -> Round:
     """From Samples in the worker to a micro-batch in the rank."""
     import ray
 
@@ -110,18 +112,12 @@ def one_round(worker: Any, rank: Any, given: Recipe) -> Round:
     return taken
 
 
-def recipe(samples: int, out: Path) -> Recipe:
+def spec_of(samples: int, out: Path) -> BatchSpec:
     """One rank, one step, micro-batches of 8 samples."""
     words = ["--hf-checkpoint", "hf", "--load", "dist", "--prompt-data", "prompts.jsonl", "--micro-batch-size", "8"]
     words += ["--rollout-batch-size", str(samples // GROUP), "--n-samples-per-prompt", str(GROUP)]
-    settings: Settings = parse_train([*words, "--global-batch-size", str(samples), "--num-rollout", "1"])
-    return Recipe(
-        settings=settings,
-        shape=SHAPE,
-        data_parallel_size=1,
-        store=RolloutStore(out / "rollouts"),
-        can_resume=True,
-    )
+    settings = parse_train([*words, "--global-batch-size", str(samples), "--num-rollout", "1"])
+    return batch_spec(settings, SHAPE, 1, store=RolloutStore(out / "rollouts"), can_resume=True)
 
 
 class RolloutSide:
@@ -154,7 +150,7 @@ class RolloutSide:
         columns = self._batch.columns().samples.values()
         return sum(column.values.nbytes if isinstance(column, Ragged) else column.nbytes for column in columns)
 
-    def prepare(self, given: Recipe) -> tuple[ReadyRollout, float, float, int]:
+    def prepare(self, given: BatchSpec) -> tuple[ReadyRollout, float, float, int]:
         """What the rollout worker does after the last reward; its CPU seconds, those of writing, and its memory."""
         import ray
 
@@ -183,13 +179,13 @@ class TrainerSide:
     """A trainer rank, as far as the data goes."""
 
     def __init__(self) -> None:
-        importlib.import_module("slime_megatron.packing")  # a rank has imported it long before
+        importlib.import_module("slime_megatron.model.packing")  # a rank has imported it long before
 
     def first_micro_batch(self, references: list[Any]) -> int:
         """Fetch the shard and pack its first micro-batch; gives the largest memory."""
         import ray
 
-        from slime_megatron.packing import MicroBatch
+        from slime_megatron.model.packing import MicroBatch
 
         def fetch() -> None:
             shard = ray.get(references[0])

@@ -23,8 +23,7 @@ from _records import Record
 from slime_core.config import AlgorithmConfig
 from slime_core.interfaces import NamedTensors
 from slime_core.types import Rendezvous, WeightUpdate
-from slime_megatron.config import MegatronConfig
-from slime_megatron.start import start_worker
+from slime_megatron.service import MegatronConfig, start_worker
 
 BUCKET = 64 << 20
 RATE_GOAL, EXTRA_GOAL = 0.6, 2.0
@@ -73,7 +72,7 @@ def main(out: Path, *, quick: bool) -> list[Record]:
         meeting = Rendezvous(rank=0, world_size=1, address="127.0.0.1", port=probe.getsockname()[1])
     config = MegatronConfig(bf16=True, update_weight_buffer_size=BUCKET, trainer_threads=1)
     worker = start_worker(config, AlgorithmConfig(), SHAPE, meeting)
-    from slime_megatron.sync import _buckets  # Megatron-core may not be imported before the worker is made
+    from slime_megatron.weights.sync import _buckets  # Megatron-core may not be imported before the worker is made
 
     channel, copier, slow = CopyingChannel(), CopyingChannel(), CopyingChannel(times=8)
     weights = list(worker.model[0].named_parameters())

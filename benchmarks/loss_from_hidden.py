@@ -20,11 +20,10 @@ from _records import Record
 from slime_core.config import AlgorithmConfig
 from slime_core.ops import log_probs_and_entropy
 from slime_core.types import Rendezvous
-from slime_megatron.config import MegatronConfig
-from slime_megatron.start import start_worker
+from slime_megatron.service import MegatronConfig, start_worker
 
 if TYPE_CHECKING:  # it imports Megatron, which a worker does once the device is chosen
-    from slime_megatron.packing import PackedBatch
+    from slime_megatron.model.packing import PackedBatch
 
 
 def main(out: Path, *, quick: bool) -> list[Record]:
@@ -39,8 +38,8 @@ def main(out: Path, *, quick: bool) -> list[Record]:
         meeting = Rendezvous(rank=0, world_size=1, address="127.0.0.1", port=probe.getsockname()[1])
     shape = dataclasses.replace(SHAPE, num_layers=SHAPE.num_layers // 10) if quick else SHAPE
     worker = start_worker(MegatronConfig(bf16=True, share_prompts="on"), AlgorithmConfig(), shape, meeting)
-    from slime_megatron.model import output_weight
-    from slime_megatron.step import Head
+    from slime_megatron.model.build import output_weight
+    from slime_megatron.step.passes import Head
 
     shard, from_hidden = rollout(), Head.__call__
 

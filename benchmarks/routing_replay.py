@@ -26,8 +26,7 @@ from slime_core.types import Rendezvous, TrainSample
 from slime_core.types.routed import routed_rows, routed_text
 from slime_core.types.train import ROUTED_EXPERTS
 from slime_launch.derived import computes_bfloat16
-from slime_megatron.config import MegatronConfig
-from slime_megatron.start import start_worker
+from slime_megatron.service import MegatronConfig, start_worker
 
 if TYPE_CHECKING:
     from slime_megatron.worker import MegatronWorker
@@ -87,9 +86,9 @@ def main(out: Path, *, quick: bool) -> list[Record]:
 
 def with_own_experts(worker: MegatronWorker, layers: int, sample: TrainSample) -> TrainSample:
     """The sample with the experts that the routers choose for its inputs: both sides then have the same work."""
-    from slime_megatron.model import run
-    from slime_megatron.packing import MicroBatch
-    from slime_megatron.routing import Routing
+    from slime_megatron.model.build import run
+    from slime_megatron.model.packing import MicroBatch
+    from slime_megatron.model.routing import Routing
 
     [chunk], made = worker.model, Routing(recording=True)
     with torch.no_grad():

@@ -19,8 +19,8 @@ from _records import Record
 
 from report import rows
 from slime_core.types import TrainReport
-from slime_launch.shards import ReadyRollout
 from slime_launch.step_sums import SumLog
+from slime_rollout.ready import ReadyRollout
 
 STEPS, QUICK_STEPS, SAMPLES, RANKS = 1000, 100, 512, 16
 FIELDS, WEIGHTS, LANES = 20, 400, 3

@@ -25,8 +25,7 @@ from slime_core.types import Rendezvous, TrainSample
 from slime_core.types.kept import kept_text
 from slime_core.types.train import KEPT_COUNTS, KEPT_IDS
 from slime_launch.derived import computes_bfloat16
-from slime_megatron.config import MegatronConfig
-from slime_megatron.start import start_worker
+from slime_megatron.service import MegatronConfig, start_worker
 
 RESPONSE, TOP_K = 16, 100
 Sizes = Callable[[random.Random], int]

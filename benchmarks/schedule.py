@@ -30,7 +30,7 @@ from slime_core.balance import balance, lower_bound
 from slime_core.config import AlgorithmConfig
 from slime_core.flops import FlopsModel
 from slime_core.micro_batches import MicroBatchLimits, plan_micro_batches
-from slime_core.schedule import build_shards
+from slime_core.schedule import ShardSpec, build_shards
 from slime_core.step_plan import StepPlanner
 from slime_core.types import RolloutBatch, RolloutColumns, Sample, Status, TrainShard
 
@@ -157,11 +157,13 @@ def shards_of(batch: RolloutColumns, ranks: int) -> list[TrainShard]:
     """One step of the whole batch."""
     return build_shards(
         batch,
-        algorithm=AlgorithmConfig(),
-        temperature=1.0,
-        data_parallel_size=ranks,
-        micro_batch_size=8,
-        global_batch_size=sum(batch.group_sizes),
+        ShardSpec(
+            algorithm=AlgorithmConfig(),
+            temperature=1.0,
+            data_parallel_size=ranks,
+            micro_batch_size=8,
+            global_batch_size=sum(batch.group_sizes),
+        ),
     )
 
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from _records import Record
 
 from slime_core.config import AlgorithmConfig
-from slime_core.schedule import build_shards
+from slime_core.schedule import ShardSpec, build_shards
 from slime_core.types import RolloutBatch, Sample, Status, TrainSample, TrainShard
-from slime_megatron.packing import MicroBatch
+from slime_megatron.model.packing import MicroBatch
 
 GROUPS, GROUP_SIZE, RANKS, LIMIT, MULTIPLE = 64, 8, 4, 16_384, 8
 USEFUL_GOAL, IMBALANCE_GOAL = 0.97, 0.03
@@ -75,15 +75,17 @@ def split(batch: RolloutBatch, *, drop: bool) -> list[TrainShard]:
     """One step over the ranks."""
     return build_shards(
         batch,
-        algorithm=AlgorithmConfig(),
-        temperature=1.0,
-        data_parallel_size=RANKS,
-        micro_batch_size=1,
-        global_batch_size=GROUPS * GROUP_SIZE,
-        keep_groups_together=True,
-        use_dynamic_batch_size=True,
-        max_tokens_per_gpu=LIMIT,
-        drop_untrained=drop,
+        ShardSpec(
+            algorithm=AlgorithmConfig(),
+            temperature=1.0,
+            data_parallel_size=RANKS,
+            micro_batch_size=1,
+            global_batch_size=GROUPS * GROUP_SIZE,
+            keep_groups_together=True,
+            use_dynamic_batch_size=True,
+            max_tokens_per_gpu=LIMIT,
+            drop_untrained=drop,
+        ),
     )
 
 

@@ -25,7 +25,7 @@ import torch
 from _quickstart_step import GROUP_SIZE, GROUPS, PROMPT, RESPONSE, SHAPE
 from _records import Record
 
-from slime_convert.convert import hf_to_torch_dist
+from slime_convert import hf_to_torch_dist
 
 ROOT = Path(__file__).resolve().parents[1]
 EARLIER = "d07c591"

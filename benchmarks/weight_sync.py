@@ -14,7 +14,6 @@ before. An update by shared memory copies twice, here and in the engine, and all
 from __future__ import annotations
 
 import base64
-import dataclasses
 import io
 import os
 import statistics
@@ -28,8 +27,10 @@ from _records import Record
 
 from slime_core.interfaces import NamedTensors, WeightChannel
 from slime_core.types import WeightUpdate
+from slime_rollout.engine.channels import ChannelSpec
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.fleet import EngineFleet
+from slime_rollout.engine.transports import WeightSyncConfig
 from slime_rollout.weights import (
     DeltaReceiver,
     DeltaWeightChannel,
@@ -44,7 +45,6 @@ BASE, COPY = "one shared buffer", "memory copy"
 COPY_GOAL = 0.6
 
 
-@dataclasses.dataclass
 class TensorByTensor(TensorWeightChannel):
     """As `TensorWeightChannel`, with a handle for every tensor of a bucket."""
 
@@ -109,12 +109,19 @@ def measure(
     buffer = torch.zeros(sum(tensor.nbytes for tensor in weights.values()), dtype=torch.uint8)
     with DeltaReceiver(directory=str(out / "local"), hf_checkpoint=model, source=str(out / "delta")) as receiver:
         channels: dict[str, WeightChannel] = {
-            BASE: TensorWeightChannel(urls),
-            "tensor by tensor": TensorByTensor(urls),
-            "gloo": DistributedWeightChannel(urls),
-            "disk": DiskWeightChannel(urls, directory=str(out / "disk"), hf_checkpoint=model),
+            BASE: TensorWeightChannel(ChannelSpec(urls)),
+            "tensor by tensor": TensorByTensor(ChannelSpec(urls)),
+            "gloo": DistributedWeightChannel(ChannelSpec(urls)),
+            "disk": DiskWeightChannel(
+                ChannelSpec(urls, hf_checkpoint=model, sync=WeightSyncConfig(update_weight_disk_dir=str(out / "disk")))
+            ),
             "delta": DeltaWeightChannel(
-                urls, directory=str(out / "delta"), hf_checkpoint=model, receivers=(receiver.url,)
+                ChannelSpec(
+                    urls,
+                    hf_checkpoint=model,
+                    receivers=(receiver.url,),
+                    sync=WeightSyncConfig(update_weight_disk_dir=str(out / "delta")),
+                )
             ),
         }
         for number in range(rounds + 1):  # the first, which makes buffers and groups, does not count

@@ -18,15 +18,18 @@ from sphinx.util.nodes import make_refnode
 ROOT = Path(__file__).resolve().parents[1]
 
 PUBLIC = {
-    "core": "errors files balance config flags flops hooks interfaces memory metrics micro_batches rewards schedule "
-    "step_plan user_functions types.* ops.*",
-    "convert": "errors check compare convert families families.family families.layouts formats formats.hf gguf "
-    "inspection lora mapping progress published quantize quantize.convert shape",
+    "core": "errors files algorithms balance config flags flops hooks interfaces memory metrics micro_batches rewards "
+    "schedule step_plan user_functions types.* ops.*",
+    "convert": "errors check check.models check.results compare compare.checkpoints compare.distance compare.outcome "
+    "conversions conversions.from_gguf conversions.from_megatron conversions.lora conversions.quantized "
+    "conversions.to_megatron families families.family families.known families.layouts formats formats.hf formats.known "
+    "inspection mapping progress published quantize quantize.formats quantize.numbers shape shape.flags shape.model",
     "rollout": "errors config data data.dataset data.offline data.source data_service engine engine.addresses "
-    "engine.config eval_sets filters generate generate.context generate.custom generate.trajectory "
-    "generation_service hooks.* rewards rewards.answers rewards.choices rewards.custom rewards.maths rewards.rules "
-    "rewards.scorers rollout store weights",
-    "megatron": "errors arguments checkpoint config device losses lora memory operations start worker",
+    "engine.channels engine.config engine.transports eval_sets filters generate generate.context generate.custom "
+    "generate.trajectory generation_service hooks.* rewards rewards.answers rewards.choices rewards.custom "
+    "rewards.maths rewards.rules rewards.scorers rollout serving_engines store weights",
+    "megatron": "errors checkpoints.find model.lora ranks.device settings.arguments settings.config settings.memory "
+    "settings.operations service start step.losses worker worker.worker",
     "launch": "config config_file errors flags loop manifest metric_names migrate plan plan.build report run tracking "
     "validate",
 }
@@ -56,10 +59,11 @@ def private() -> list[str]:
 
 
 project = "slime"
-author = "the slime authors"
+author = "the slime developers"
 root_doc = "docs/index"
 include_patterns = [
     "README.md",
+    "CONTRIBUTING.md",
     "docs/**.md",
     "docs/reference/python/**.rst",
     "examples/*/README.md",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slime_core.types import WeightUpdate
+from slime_rollout.engine.channels import ChannelSpec
 from slime_rollout.weights import TensorWeightChannel
 
 if TYPE_CHECKING:
@@ -42,11 +43,15 @@ class FaultyChannel:
         self.channel.close()
 
 
-@dataclasses.dataclass
 class DamagingChannel(TensorWeightChannel):
     """What engines get of one tensor is twice what the channel is given, and compares with what they hold."""
 
-    damaged: str = ""
+    def __init__(self, spec: ChannelSpec, damaged: str) -> None:
+        super().__init__(spec)
+        self.damaged = damaged
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.spec, self.damaged)
 
     def _send(self, bucket: Any) -> int:
         return super()._send([(name, tensor * 2 if name == self.damaged else tensor) for name, tensor in bucket])
@@ -139,5 +144,5 @@ def mend(worker: MegatronWorker) -> None:
 
 
 def worker_export(worker: MegatronWorker) -> Any:
-    assert worker._export is not None
-    return worker._export
+    assert worker._export._weights is not None
+    return worker._export._weights

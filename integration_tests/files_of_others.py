@@ -175,8 +175,8 @@ def _make_adapter(origin: Path, path: Path) -> None:
     import torch
     from safetensors.torch import load_file
 
-    from slime_megatron.peft import write_adapter
-    from slime_megatron.trained import Lora
+    from slime_megatron.checkpoints.peft import write_adapter
+    from slime_megatron.settings.trained import Lora
 
     weights = {name: tensor for file in origin.glob("*.safetensors") for name, tensor in load_file(file).items()}
     factors = {}
@@ -222,14 +222,14 @@ def _make_run(path: Path, model: Path) -> None:
     import numpy as np
 
     from slime_core.config import AlgorithmConfig
-    from slime_core.schedule import build_shards
+    from slime_core.schedule import ShardSpec, build_shards
     from slime_core.sums import sample_sums, shard_sum
     from slime_core.types import RolloutBatch, Sample, Span, TrainReport
     from slime_launch.flags import parse_train
     from slime_launch.manifest import Manifest, write_manifest
-    from slime_launch.shards import ReadyRollout
-    from slime_launch.shown import write_shown
     from slime_launch.tracking import Tracker
+    from slime_rollout.ready import ReadyRollout
+    from slime_rollout.shown import write_shown
     from slime_rollout.store import RolloutStore
 
     words = f"--hf-checkpoint {model} --load {model} --prompt-data p --num-rollout 2 --rollout-batch-size 2 --colocate"
@@ -252,11 +252,11 @@ def _make_run(path: Path, model: Path) -> None:
         batch = RolloutBatch(rollout_id=number, groups=[samples], weight_version=number)
         columns = batch.columns()
         store.write(columns, {"ledger": {"generated": 4, "trained": 4}})
-        write_shown(batch, settings)
-        shards = build_shards(
-            columns, algorithm=AlgorithmConfig(), temperature=1.0, data_parallel_size=2, micro_batch_size=1,
-            global_batch_size=2,
-        )  # fmt: skip
+        write_shown(batch, settings.rollout, 2, path)
+        spec = ShardSpec(
+            algorithm=AlgorithmConfig(), temperature=1.0, data_parallel_size=2, micro_batch_size=1, global_batch_size=2
+        )
+        shards = build_shards(columns, spec)
         sums = sample_sums(columns.samples) | {"index": np.asarray(columns.samples["index"])}
         ready = ReadyRollout(
             rollout_id=number, weight_version=None, metrics={}, seconds={}, num_samples=2, failures=[], examples=[],

@@ -14,8 +14,7 @@ import numpy as np
 from slime_convert.shape import ModelShape
 from slime_core.config import AlgorithmConfig
 from slime_core.types import Rendezvous, TrainSample, WeightUpdate
-from slime_megatron.config import MegatronConfig
-from slime_megatron.start import start_worker
+from slime_megatron.service import MegatronConfig, start_worker
 from slime_rollout.engine import WeightSyncError
 from slime_rollout.engine.addresses import free_port
 
@@ -92,9 +91,9 @@ def other_experts(worker: MegatronWorker, shards: list[Any]) -> tuple[int, int]:
     without replay, and how many there are. One rank."""
     import torch
 
-    from slime_megatron.model import run
-    from slime_megatron.packing import MicroBatch
-    from slime_megatron.routing import Routing
+    from slime_megatron.model.build import run
+    from slime_megatron.model.packing import MicroBatch
+    from slime_megatron.model.routing import Routing
 
     [chunk], unlike, pairs = worker.model, 0, 0
     for sample in shards[0].samples:
@@ -115,9 +114,9 @@ def push(worker: MegatronWorker, channel: Any, version: int) -> int:
     return worker.push(WeightUpdate(version=version), channel).version
 
 
-def misread(worker: MegatronWorker) -> list[str]:
+def export_mismatches(worker: MegatronWorker) -> list[str]:
     """Weights that are gathered otherwise than they are."""
-    return worker.misread()
+    return worker.export_mismatches()
 
 
 def inspect(worker: MegatronWorker, channel: Any, version: int) -> str:
@@ -149,8 +148,8 @@ def logits(worker: MegatronWorker, tokens: list[int]) -> list[list[float]]:
     """Logits that predict every token of a text but the first, over the true vocabulary."""
     import torch
 
-    from slime_megatron.model import output_weight, run
-    from slime_megatron.packing import MicroBatch
+    from slime_megatron.model.build import output_weight, run
+    from slime_megatron.model.packing import MicroBatch
 
     sample = TrainSample(
         index=0,

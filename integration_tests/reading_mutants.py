@@ -88,12 +88,12 @@ def _trainer(place: Path, root: Path) -> Any:
     """As a trainer loads a checkpoint."""
     from slime_convert.shape import ModelShape
     from slime_core.types import Rendezvous
-    from slime_megatron.checkpoint import find_checkpoint
-    from slime_megatron.checkpoint_io import load_weights
-    from slime_megatron.config import MegatronConfig
-    from slime_megatron.device import select_device
-    from slime_megatron.model import build_model, named_weights
-    from slime_megatron.parallel import join_ranks, seed_everything
+    from slime_megatron.checkpoints.contents import load_weights
+    from slime_megatron.checkpoints.find import find_checkpoint
+    from slime_megatron.model.build import build_model, named_weights
+    from slime_megatron.ranks.device import select_device
+    from slime_megatron.ranks.parallel import join_ranks, seed_everything
+    from slime_megatron.settings.config import MegatronConfig
 
     shape, config, device = ModelShape.from_hf_config(root / "hf"), MegatronConfig(), select_device(1)
     info = find_checkpoint(place)
@@ -204,10 +204,10 @@ FILES = {
 
 def warm_up(root: Path, work: Path) -> dict[str, Any]:
     """Read everything as it was written, here, so that a child finds all loaded; what was found, by reader."""
-    from slime_megatron.device import select_device
+    from slime_megatron.ranks.device import select_device
 
     select_device(1)  # before Megatron is imported
-    importlib.import_module("slime_megatron.checkpoint_io")
+    importlib.import_module("slime_megatron.checkpoints.contents")
     found, out = {}, os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     for name, (_, folder, reader) in READERS.items():

@@ -166,7 +166,7 @@ def _write_stand_ins(settings: Settings, words: Sequence[str]) -> list[str]:
     files = [(path, data) for path in data.prompt_paths]
     with contextlib.suppress(SlimeError):  # the plan says what is wrong with them
         files += [(held_out.path, held_out.config.data) for held_out in read_eval_sets(settings.rollout)]
-    problems += [_write_rows(path, settings.rows, fields) for path, fields in files]
+    problems += [_write_rows(path, settings.kind.rows, fields) for path, fields in files]
     return [problem for problem in problems if problem is not None]
 
 

@@ -98,7 +98,7 @@ def trained_on():
     return json.loads((WORK / "save/manifest.json").read_text())["iteration"]
 
 def advantages(inputs):
-    from slime_megatron.checkpoint_writer import InProcessSave
+    from slime_megatron.checkpoints.writer import InProcessSave
     from slime_rollout.weights.channel import EngineChannel
     strike(trained_on(), "train")
     if "struck" not in EngineChannel.send.__name__:  # after the first step: not what is sent at the start

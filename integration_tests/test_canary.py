@@ -13,21 +13,22 @@ from typing import Any
 
 import faults
 import pytest
-import ranks
 from launching import Assets, make_assets
 
+import ranks
 from slime_convert.shape import ModelShape
 from slime_core.config import AlgorithmConfig
 from slime_launch.canary import Canary
+from slime_launch.derived import CANARY_LIMITS
 from slime_launch.errors import RunError
-from slime_launch.validate import CANARY_LIMITS
-from slime_megatron.config import MegatronConfig
+from slime_megatron.settings.config import MegatronConfig
 from slime_rollout.canary import EngineCanary
 from slime_rollout.engine import WeightSyncError
-from slime_rollout.engine.config import EngineConfig, WeightSyncConfig
+from slime_rollout.engine.channels import ChannelSpec
+from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.engine.server import EngineSpec
-from slime_rollout.generation_service import ChannelSpec
+from slime_rollout.engine.transports import WeightSyncConfig
 from slime_rollout.weights import TensorWeightChannel
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
@@ -95,7 +96,7 @@ class Halves:
         self.canary = Canary(CANARY_LIMITS["float32"], shape, own, own, memory)  # type: ignore[arg-type]
         self.version = 0
 
-    def score(self, urls: Any, rows: Any) -> Any:
+    def canary_log_probs(self, urls: Any, rows: Any) -> Any:
         found = self.engines(urls, rows)
         return types.SimpleNamespace(done=lambda: True, results=lambda: [found])
 
@@ -103,28 +104,20 @@ class Halves:
         return list(self.trainer.call(ranks.log_probs, [shard])[0])
 
     def inspect(self, channel: ChannelSpec, version: int, *, on_poll: Any) -> list[str]:
-        misread = self.trainer.call(ranks.misread)[0]
-        if not misread and (problem := self.trainer.call(ranks.inspect, channel.inspector(), version)[0]):
+        mismatches = self.trainer.call(ranks.export_mismatches)[0]
+        if not mismatches and (problem := self.trainer.call(ranks.inspect, channel.inspector(), version)[0]):
             raise WeightSyncError(problem)
-        return list(misread)
+        return list(mismatches)
 
     def update(self, urls: list[str], fault: str | None = None, wrong: list[str] | None = None) -> float:
         """Send weights, with a fault to the engines of ``wrong``, or all; the distance that is found."""
         self.version += 1
         wrong = urls if wrong is None and fault is not None else wrong or []
         for url in urls:
-            channel: Any = TensorWeightChannel((url,), tp_size=self.tp_size)
+            channel: Any = TensorWeightChannel(ChannelSpec((url,), tp_size=self.tp_size))
             channel = faults.FaultyChannel(channel, fault) if fault is not None and url in wrong else channel
             self.trainer.call(ranks.push, channel, self.version)
-        spec = ChannelSpec(
-            sync=WeightSyncConfig(),
-            engine_urls=tuple(urls),
-            tp_size=self.tp_size,
-            hf_checkpoint="",
-            receivers=(),
-            colocate=False,
-        )
-        self.canary.sent(spec, self.version, lambda: None)
+        self.canary.sent(ChannelSpec(tuple(urls), tp_size=self.tp_size), self.version, lambda: None)
         self.canary.check(lambda: None)
         return self.canary.row()["perf/weight_canary_abs_diff"]
 
@@ -235,7 +228,8 @@ def inject(halves: Halves, good: list[str], names: Sequence[str] = tuple(faults.
 def assert_damage_is_named(trainer: ranks.Ranks, urls: Sequence[str], tp_size: int) -> None:
     found = {}
     for damaged in ("", f"{LAYER}self_attn.k_proj.weight", f"{LAYER}mlp.experts.5.up_proj.weight", "lm_head.weight"):
-        channel = faults.DamagingChannel(tuple(urls), tp_size, check=True, damaged=damaged)
+        spec = ChannelSpec(tuple(urls), tp_size=tp_size, sync=WeightSyncConfig(check_weight_update_equal=True))
+        channel = faults.DamagingChannel(spec, damaged)
         found[damaged] = trainer.call(ranks.inspect, channel, 1)[0]
     held = ("", f"{LAYER}self_attn.qkv_proj.weight", f"{LAYER}mlp.experts.w13_weight", "lm_head.weight")
     wrong = ["; ".join(f"{url} holds {name} wrong" for url in urls) for name in held]

@@ -19,7 +19,7 @@ import recording
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIM = "packages/slime-rollout/src/slime_rollout/engine/cpu_shims/slime_cpu_shims/sampling.py"
-WORKER = "packages/slime-megatron/src/slime_megatron/worker.py"
+WORKER = "packages/slime-megatron/src/slime_megatron/worker/worker.py"
 LOSSES = "packages/slime-core/src/slime_core/ops/losses.py"
 RULES = tomllib.loads((ROOT / "scripts" / "reach.toml").read_text(encoding="utf-8"))["rule"]
 
@@ -36,7 +36,7 @@ def reached_by(graph: reach.Graph, *paths: str) -> list[str]:
 def test_the_tests_of_a_module_come_first(graph: reach.Graph) -> None:
     tests = reached_by(graph, LOSSES)
     assert tests[0] == "packages/slime-core/tests/ops/test_losses.py"
-    assert "packages/slime-megatron/tests/test_losses.py" in tests
+    assert "packages/slime-megatron/tests/step/test_losses.py" in tests
     assert not [test for test in tests if test.startswith("packages/slime-convert/")]
 
 
@@ -54,7 +54,7 @@ def test_what_only_an_engine_runs_is_reached_by_what_starts_engines(graph: reach
 def test_what_only_a_rank_runs_is_reached_by_what_starts_ranks(graph: reach.Graph) -> None:
     importing = {one.test for one in graph.reached({WORKER}) if not one.started}
     found = {one.test for one in graph.reached({WORKER})}
-    assert reached_by(graph, WORKER)[0] == "packages/slime-megatron/tests/test_worker.py"
+    assert reached_by(graph, WORKER)[0] == "packages/slime-megatron/tests/worker/test_worker.py"
     ranks = {test for test in graph.tests if "/slime-megatron/" in test and "ranks.start(" in (ROOT / test).read_text()}
     assert len(ranks) > 10 and ranks <= found and not ranks <= importing
 
@@ -63,13 +63,15 @@ def test_a_helper_and_a_fixture_reach_those_who_use_them(graph: reach.Graph) -> 
     assert "integration_tests/test_learning.py" in reached_by(graph, "integration_tests/learning.py")
     assert "integration_tests/test_checks.py" not in reached_by(graph, "integration_tests/launching.py")
     assert "integration_tests/test_canary.py" in reached_by(graph, "integration_tests/imported_megatron.py")
-    assert set(reached_by(graph, "packages/slime-megatron/tests/rank_host.py")) & {
-        "packages/slime-megatron/tests/test_host_optimizer.py"
-    }
+    megatron, core = "packages/slime-megatron/tests", "packages/slime-core/tests"
+    assert f"{megatron}/step/test_host_optimizer.py" in reached_by(graph, f"{megatron}/support/rank_host.py")
+    assert f"{core}/ops/test_kept_log_probs.py" in reached_by(graph, f"{core}/support/kept_cases.py")
+    assert "integration_tests/test_secrets.py" in reached_by(graph, f"{core}/support/planted.py")
 
 
 def test_what_a_recording_saw_is_added(graph: reach.Graph) -> None:
-    path, test = "packages/slime-convert/src/slime_convert/gguf.py", "packages/slime-core/tests/test_files.py"
+    path = "packages/slime-convert/src/slime_convert/conversions/from_gguf.py"
+    test = "packages/slime-core/tests/test_files.py"
     assert test in reached_by(reach.Graph(ROOT, {test: [path]}), path)
     assert test not in reached_by(graph, path)
 

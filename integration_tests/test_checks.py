@@ -169,7 +169,8 @@ def test_tidy_finds_a_public_class_with_two_meanings() -> None:
     text = "class Batch: ...\nclass _Own: ...\ndef run(): ...\n"
     same = {"packages/p/src/p/a.py": text, "packages/p/src/p/b.py": "\n" + text, "packages/q/src/q/a.py": text}
     (found,) = tidy.doubled_names(same)
-    assert found == "packages/p/src/p/a.py:1: the name Batch has another meaning at packages/p/src/p/b.py:2"
+    others = "packages/p/src/p/b.py:2, packages/q/src/q/a.py:1"
+    assert found == f"packages/p/src/p/a.py:1: the name Batch has another meaning at {others}"
 
 
 @pytest.mark.parametrize(

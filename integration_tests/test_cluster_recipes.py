@@ -21,6 +21,7 @@ from nodes import Machines, can_make_nodes, machines
 from slime_launch.config import Settings
 from slime_launch.devices import find_device
 from slime_launch.flags import read_train
+from slime_launch.placement import plan_layout
 from slime_launch.plan.engines import engine_groups
 from slime_launch.plan.layout import check_nodes, place
 from slime_launch.validate import check_settings
@@ -124,8 +125,8 @@ def test_the_job_has_the_nodes_and_gpus_that_the_plan_of_its_flags_fills() -> No
     limits = workers["template"]["spec"]["containers"][0]["resources"]["limits"]
     gpus = int(limits["nvidia.com/gpu"])
     settings, device = settings_of_the_recipes(), find_device("h100", None)
-    nodes = place(settings, device, gpus, engine_groups(settings, None))
-    check_nodes(settings, nodes, device)
+    nodes = place(plan_layout(settings.placed, cuda=True), gpus, engine_groups(settings, None))
+    check_nodes(nodes, settings.engine, settings.cluster, device, trains=True)
     assert len(nodes) == workers["replicas"]
     for node in nodes:
         taken = {*node.trainer_ranks} if node.trainer_ranks else {gpu for one in node.engines for gpu in one.gpus}

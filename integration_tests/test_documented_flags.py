@@ -22,7 +22,7 @@ from slime_launch.parser import without
 from slime_launch.plan.command import PlanConfig
 from slime_launch.replay import ReplayConfig
 from slime_launch.report.command import ReportConfig
-from slime_megatron.core_fields import core_fields
+from slime_megatron.settings.megatron_fields import megatron_fields
 from slime_rollout import cli as rollout
 from slime_rollout.engine.router_flags import router_specs
 from slime_rollout.engine.sglang_flags import CONTROLLED, installed_flags
@@ -36,7 +36,7 @@ OTHERS = {
     "SGLang": {"--context-length", "--enable-deterministic-inference", "--model-path", "--port"}
     | {"--enable-memory-saver", "--host", "--nnodes", "--sglang-api-key", "--sglang-enable-metrics", "--tp"}
     | {"--sglang-speculative-" + name for name in ("algorithm", "eagle-topk", "num-draft-tokens", "num-steps")},
-    "Megatron": {f"--{name.replace('_', '-')}" for name in core_fields()},
+    "Megatron": {f"--{name.replace('_', '-')}" for name in megatron_fields()},
     "slime-launch": {"--help", "--help-megatron", "--help-router", "--help-sglang", "--toml"},
     "scripts": {
         "--changed",

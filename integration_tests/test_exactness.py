@@ -13,18 +13,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ranks
 import torch
 from launching import Assets
 from tiny import VOCAB_SIZE
 from transformers import AutoModelForCausalLM
 
+import ranks
 from slime_convert.shape import ModelShape
 from slime_core.config import AlgorithmConfig
-from slime_core.schedule import build_shards
+from slime_core.schedule import ShardSpec, build_shards
 from slime_core.types import RolloutBatch, Sample, Status, TrainShard
-from slime_megatron.config import MegatronConfig
+from slime_megatron.settings.config import MegatronConfig
 from slime_rollout.config import RolloutConfig
+from slime_rollout.engine.channels import ChannelSpec
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.engine.server import EngineSpec
@@ -60,12 +61,14 @@ def _rollouts(assets: Assets, **changes: object) -> RolloutConfig:
 def _shards(batch: RolloutBatch, data_parallel_size: int = 1) -> list[TrainShard]:
     return build_shards(
         batch,
-        algorithm=ALGORITHM,
-        temperature=1.0,
-        data_parallel_size=data_parallel_size,
-        micro_batch_size=8,
-        global_batch_size=len(batch.samples),
-        keep_groups_together=True,
+        ShardSpec(
+            algorithm=ALGORITHM,
+            temperature=1.0,
+            data_parallel_size=data_parallel_size,
+            micro_batch_size=8,
+            global_batch_size=len(batch.samples),
+            keep_groups_together=True,
+        ),
     )
 
 
@@ -91,7 +94,7 @@ def test_trainer_and_engine_agree_before_training_and_after_every_update(
     of_lora = {"lora_rank": 8, "lora_alpha": 64.0} if weights == "adapters" else {}
     with ranks.Ranks(1, _config(qwen3, share_prompts="on", **of_lora), ALGORITHM, shape) as trainer:
         manager = RolloutManager(config, router_url=external_fleet.router_url, run_seed=7)
-        channel = TensorWeightChannel(external_fleet.engine_urls)
+        channel = TensorWeightChannel(ChannelSpec(tuple(external_fleet.engine_urls)))
         for version in range(3):
             assert trainer.call(ranks.push, channel, version) == [version]
             batch = manager.generate(version)
@@ -118,7 +121,7 @@ def test_at_a_rate_of_0_their_difference_stays_as_it_is(
     found = []
     with ranks.Ranks(1, dataclasses.replace(_config(qwen3), lr=0.0, weight_decay=0.0), ALGORITHM, shape) as trainer:
         manager = RolloutManager(config, router_url=external_fleet.router_url, run_seed=7)
-        channel = TensorWeightChannel(external_fleet.engine_urls)
+        channel = TensorWeightChannel(ChannelSpec(tuple(external_fleet.engine_urls)))
         for version in range(rollouts):
             trainer.call(ranks.push, channel, version)
             batch = manager.generate(version)
@@ -150,7 +153,7 @@ def test_trainer_and_engine_agree_over_the_tokens_kept(
     fleet: EngineFleet = request.getfixturevalue("unseeded_fleet" if "min-p" in name else "external_fleet")
     shape = ModelShape.from_hf_config(qwen3.hf)
     with ranks.Ranks(2, _config(qwen3, share_prompts="on", tensor_model_parallel_size=2), ALGORITHM, shape) as trainer:
-        trainer.call(ranks.push, TensorWeightChannel(fleet.engine_urls), 0)
+        trainer.call(ranks.push, TensorWeightChannel(ChannelSpec(tuple(fleet.engine_urls))), 0)
         rollout = _rollouts(qwen3, **NARROWED[name])
         batch = RolloutManager(rollout, router_url=fleet.router_url, run_seed=7).generate(0)
         largest, count = _difference(batch, trainer)

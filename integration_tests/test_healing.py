@@ -54,7 +54,7 @@ def advantages(inputs):
     calls += 1
     if calls == {call} and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
         if {moment!r} == "save":
-            from slime_megatron.checkpoint_writer import InProcessSave
+            from slime_megatron.checkpoints.writer import InProcessSave
             before(InProcessSave, "write")
         else:
             strike()

@@ -102,7 +102,7 @@ def test_a_flag_takes_the_place_of_the_one_that_it_excludes(places: Places, word
     assert gone not in merged
     settings = parse_train([word for name, values in merged.items() for word in (name, *values)])
     own = settings.rollout
-    assert own.rewards.custom_rm_path or own.selection.async_buffer_size or settings.trainer_sleeps
+    assert own.rewards.custom_rm_path or own.selection.async_buffer_size or settings.kind.trainer_sleeps
 
 
 def test_the_printed_command_is_what_a_shell_runs(places: Places, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -155,9 +156,26 @@ def test_a_release_tests_what_it_built_and_tags_it(workspace: Path) -> None:
         "toy-base": "0.2.1", "packaging": PACKAGING, "pluggy": "1.6.0",
     }  # fmt: skip
     assert bill["metadata"]["timestamp"].startswith(_git(workspace, "log", "-1", "--format=%cs").strip())
+    record = "packages/toy-top/tests/data/public_names.txt"
+    assert "tagged toy-top-v0.2.1\n" in done.stdout and not _git(workspace, "status", "--porcelain")
+    tagged = _git(workspace, "show", f"toy-top-v0.2.1:{record}")
+    assert tagged.startswith("# Public names of toy-top 0.2.1,")
+    with tarfile.open(workspace / "dist" / "toy_top-0.2.1.tar.gz") as archive:
+        assert archive.extractfile("toy_top-0.2.1/tests/data/public_names.txt").read().decode() == tagged
     again = _before_building("toy-top", "--root", str(workspace))
     assert again.returncode == 2
     assert "the tag toy-top-v0.2.1 is there already; raise the version" in again.stderr
+
+
+def test_a_tag_gets_its_files(workspace: Path) -> None:
+    untagged = _before_building("toy-base", "--tagged", "--root", str(workspace))
+    assert untagged.returncode == 2
+    assert "this commit does not have the tag toy-base-v0.2.1, of the version in pyproject.toml" in untagged.stderr
+    _git(workspace, "tag", "toy-base-v0.2.1")
+    done = _release("toy-base", "--tagged", "--root", str(workspace))
+    assert done.returncode == 0, done.stderr
+    assert "toy_base-0.2.1.cdx.json in dist are ready to upload" in done.stdout
+    assert _tags(workspace) == ["toy-base-v0.2.1"] and not _git(workspace, "status", "--porcelain")
 
 
 BILL = """\
@@ -287,7 +305,7 @@ def _is_refused(done: subprocess.CompletedProcess[str], workspace: Path, message
     assert done.returncode == 2
     assert message in done.stderr
     assert 'Traceback (most recent call last):\n  File "' + str(ROOT) not in done.stderr
-    assert _tags(workspace) == []
+    assert _tags(workspace) == [] and not _git(workspace, "status", "--porcelain")
 
 
 def test_an_unknown_package_is_told_which_there_are(workspace: Path) -> None:

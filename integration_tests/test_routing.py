@@ -8,19 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
 from launching import Assets, make_assets
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import ranks
 from slime_convert.shape import ModelShape
 from slime_core.config import AlgorithmConfig
-from slime_core.schedule import build_shards
+from slime_core.schedule import ShardSpec, build_shards
 from slime_core.types import RolloutBatch, Sample, TrainShard, WeightUpdate
 from slime_core.types.routed import count_routed, routed_rows
-from slime_megatron.config import MegatronConfig
+from slime_megatron.settings.config import MegatronConfig
 from slime_rollout.config import RolloutConfig
+from slime_rollout.engine.channels import ChannelSpec
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.engine.server import EngineSpec
@@ -70,13 +71,15 @@ def _rollouts(assets: Assets, **changes: object) -> RolloutConfig:
 def _shards(batch: RolloutBatch, *, needs_experts: bool = True) -> list[TrainShard]:
     return build_shards(
         batch,
-        algorithm=ALGORITHM,
-        temperature=1.0,
-        data_parallel_size=1,
-        micro_batch_size=8,
-        global_batch_size=len(batch.samples),
-        keep_groups_together=True,
-        needs_experts=needs_experts,
+        ShardSpec(
+            algorithm=ALGORITHM,
+            temperature=1.0,
+            data_parallel_size=1,
+            micro_batch_size=8,
+            global_batch_size=len(batch.samples),
+            keep_groups_together=True,
+            needs_experts=needs_experts,
+        ),
     )
 
 
@@ -101,7 +104,7 @@ def test_the_trainer_takes_the_experts_that_the_engine_took(assets: Assets, flee
     """In one turn, and in several, where the engine says more of a sample with each."""
     config = MegatronConfig(load=str(assets.torch_dist), trainer_threads=1, lr=1e-3, share_prompts="on")
     with ranks.Ranks(1, config, ALGORITHM, ModelShape.from_hf_config(assets.hf)) as trainer:
-        trainer.call(ranks.push, TensorWeightChannel(fleet.engine_urls), 0)
+        trainer.call(ranks.push, TensorWeightChannel(ChannelSpec(tuple(fleet.engine_urls))), 0)
         turns = {"custom_generate_function_path": f"{Path(__file__).with_name('three_turns.py')}", "max_turns": 3}
         # No two conversations begin alike: an engine would keep one of two computations of the same tokens.
         apart = {"rollout_batch_size": 16, "n_samples_per_prompt": 1}
@@ -135,7 +138,7 @@ def test_experts_log_probs_and_versions_of_each_token_belong_together_over_updat
         weights | {name: torch.randn(one.shape, generator=seeded) for name, one in weights.items() if _ROUTER in name}
         for _ in range(4)
     ]
-    channel = TensorWeightChannel(fleet.engine_urls)
+    channel = TensorWeightChannel(ChannelSpec(tuple(fleet.engine_urls)))
     flags = {"async_buffer_size": 2, "max_weight_staleness": 3, "rollout_batch_size": 8, "n_samples_per_prompt": 1}
     config = _rollouts(assets, **flags, rollout_top_p=top_p, rollout_max_response_len=160)
     given = RolloutManager(config, router_url=fleet.router_url, run_seed=5)

@@ -19,9 +19,7 @@ import psutil
 import pytest
 from launching import Assets, started, train_command, tree, watch_to_the_end
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "packages" / "slime-core" / "tests"))
-
-from planted import made_up, planted
+from support.planted import made_up, planted
 
 PLANTED = planted()
 IN_ADDRESS, KEY, SIGNATURE = made_up(101, 14), made_up(102, 20), made_up(103, 30)

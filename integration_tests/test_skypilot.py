@@ -14,6 +14,7 @@ from jsonschema import Draft202012Validator
 from test_cluster_recipes import RECIPES, settings_of_the_recipes
 
 from slime_launch.devices import find_device
+from slime_launch.placement import plan_layout
 from slime_launch.plan.engines import engine_groups
 from slime_launch.plan.layout import check_nodes, place
 
@@ -68,8 +69,8 @@ def test_a_mistake_in_the_task_is_found(where: str, value: object, problem: str)
 def test_the_task_has_the_nodes_and_gpus_that_the_plan_of_its_flags_fills() -> None:
     name, _, gpus = task()["resources"]["accelerators"].partition(":")
     settings, device = settings_of_the_recipes(), find_device(name.lower(), None)
-    nodes = place(settings, device, int(gpus), engine_groups(settings, None))
-    check_nodes(settings, nodes, device)
+    nodes = place(plan_layout(settings.placed, cuda=True), int(gpus), engine_groups(settings, None))
+    check_nodes(nodes, settings.engine, settings.cluster, device, trains=True)
     assert len(nodes) == task()["num_nodes"]
     assert Path(task()["envs"]["CONFIG"]).name == "run.toml"
 

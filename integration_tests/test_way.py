@@ -17,4 +17,4 @@ def test_a_prompt_takes_a_short_way() -> None:
     assert found is not None, done.stdout
     files, calls = map(int, found.groups())
     print(f"{files} files, {calls} calls")
-    assert files <= 40 and 5 < calls <= 10
+    assert files <= 23 and 5 < calls <= 10

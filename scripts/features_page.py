@@ -29,8 +29,8 @@ from slime_core.types import RolloutBatch, Sample, Status
 from slime_launch import preflight
 from slime_launch.errors import FlagError, Problems
 from slime_launch.flags import read_train
-from slime_launch.idle import idle_notes
-from slime_megatron import core_check
+from slime_launch.idle import idle_flags
+from slime_megatron.settings import megatron_check
 from slime_rollout.engine import python, server
 from slime_rollout.engine.python import importable_in
 from slime_rollout.measure import Measured
@@ -135,12 +135,14 @@ FEATURES = tuple(
 def stand_ins() -> Iterator[None]:
     """Within the block, every file that a command names is in the working directory, as far as checks look at it."""
     kept = {name: os.environ.get(name) for name in ENVIRONMENT}
-    asks_core = patch.object(core_check, "_ask_core", lambda question: None)  # takes seconds, and tested there
+    asks_megatron = patch.object(
+        megatron_check, "_ask_megatron", lambda question: None
+    )  # takes seconds, and tested there
     asked_once = patch.object(python, "importable_in", functools.cache(importable_in))
     on_gpus = patch.object(server, "engine_device", lambda: "cuda")
     uncounted = patch.object(preflight, "measure", lambda settings, shape: Measured())  # that needs a tokenizer
     temporary = tempfile.TemporaryDirectory(prefix="slime-features-")
-    with temporary as directory, contextlib.chdir(directory), asked_once, on_gpus, asks_core, uncounted:
+    with temporary as directory, contextlib.chdir(directory), asked_once, on_gpus, asks_megatron, uncounted:
         write_files(Path())
         os.environ |= {"PYTHONPATH": f"{directory}/site", "XDG_CACHE_HOME": f"{directory}/cache"}
         os.environ.pop("SLIME_ENGINE_PYTHON", None)
@@ -208,7 +210,7 @@ def answer(*features: Feature) -> tuple[str, set[str]]:
         return str(error).splitlines()[0], set()
     problems = Problems(contradictions)
     preflight.look(settings, problems, elsewhere=True, planned=True)
-    notes = [line.removeprefix("no effect, as ").rpartition(": ") for line in idle_notes(settings)]
+    notes = [line.removeprefix("no effect, as ").rpartition(": ") for line in idle_flags(settings).notes]
     idle = {f"{flag}: {why}" for why, _, flags in notes for flag in flags.split(", ")}
     return next(iter(problems.lines), ""), idle
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime_launch.flags import train_groups
-from slime_megatron.config import flag_name
-from slime_megatron.start import FUNCTIONS
+from slime_megatron.service import FUNCTIONS, flag_name
 from slime_rollout.hooks import HOOKS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "hooks.md"

@@ -28,10 +28,17 @@ ROOT = Path(__file__).parent.parent
 WORK = ROOT / "outputs" / "mutants"
 COMPUTING = {
     "core": ("ops/*.py", "rewards.py", "schedule.py", "balance.py", "micro_batches.py", "metrics.py", "step_plan.py"),
-    "convert": ("quantize/*.py", "compare/*.py", "formats/*.py", "mapping.py", "lora.py"),
-    "rollout": ("rewards/rules.py", "data/chat_mask.py", "filters.py", "evaluate.py", "generate/completion.py"),
-    "megatron": ("packing.py", "losses.py", "pairs.py", "trained.py", "weight_sums.py"),
-    "launch": ("shards.py", "step_metrics.py", "step_sums.py", "plan/cost.py", "plan/engines.py"),
+    "convert": ("quantize/*.py", "compare/*.py", "formats/*.py", "mapping.py", "conversions/lora.py"),
+    "rollout": (
+        "rewards/rules.py",
+        "data/chat_mask.py",
+        "filters.py",
+        "evaluate.py",
+        "generate/completion.py",
+        "prepare.py",
+    ),
+    "megatron": ("model/packing.py", "step/losses.py", "step/pairs.py", "settings/trained.py", "weights/sums.py"),
+    "launch": ("batch_spec.py", "step_metrics.py", "step_sums.py", "plan/cost.py", "plan/engines.py"),
 }
 OPERATORS = (
     *("ReplaceComparisonOperator_" + pair for pair in ("Lt_LtE", "LtE_Lt", "Gt_GtE", "GtE_Gt", "Eq_NotEq", "NotEq_Eq")),

@@ -188,10 +188,11 @@ class Graph:
         return "mark.real" in self._text(test)
 
     def _named_modules(self) -> Iterator[tuple[str, str]]:
-        """Modules of the packages, and of the folders that are on a path of a process: the engine's shims."""
+        """Modules of the packages, helpers of their tests, and what is on a path of a process: the engine's shims."""
         tops = [path.removesuffix("sitecustomize.py") for path in self.files if path.endswith("/sitecustomize.py")]
         for path in self.files:
-            beginnings = [*tops, *("/".join(path.split("/")[:3]) + "/" for _ in range("/src/" in path))]
+            is_ours = "/src/" in path or "/tests/support/" in path
+            beginnings = [*tops, *("/".join(path.split("/")[:3]) + "/" for _ in range(is_ours))]
             for top in beginnings:
                 if path.startswith(top) and path.endswith(".py"):
                     yield path[len(top) :].removesuffix(".py").removesuffix("/__init__").replace("/", "."), path

@@ -1,13 +1,15 @@
 """Release one package of the workspace. Started by `scripts/release`, which brings uv.
 
-Checks the version against the changelog and the tags, builds wheel and sdist, checks the built metadata, installs the
-wheel outside the workspace (siblings from wheels built here), runs the sdist's tests there, writes a bill of materials
-(`sbom.py`), puts the three files into `dist/` and sets the tag, such as `slime-convert-v0.1.1`. Nothing is uploaded.
+Checks the version against the changelog and the tags, writes down the public names (`public_names.py`), which the next
+release keeps, builds wheel and sdist, checks the built metadata, installs the wheel outside the workspace (siblings
+from wheels built here), runs the sdist's tests there, commits the names, writes a bill of materials (`sbom.py`), puts
+the three files into `dist/`, and sets the tag, such as `slime-convert-v0.1.1`. Nothing is uploaded.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import email
 import email.message
 import os
@@ -18,11 +20,12 @@ import sys
 import tempfile
 import tomllib
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import public_names
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
@@ -93,22 +96,36 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="all but the tag; an uncommitted change is only noted; pytest gets what follows --",
+        help="all but the names and the tag; an uncommitted change is only noted; pytest gets what follows --",
+    )
+    parser.add_argument(
+        "--tagged",
+        action="store_true",
+        help="the tag is there, on this commit, with the names: all but those two",
     )
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1], help=argparse.SUPPRESS)
     args, pytest_args = parser.parse_args(words[:at]), words[at + 1 :]
     if pytest_args and not args.dry_run:
         parser.error("a release runs every test: options for pytest are for --dry-run")
+    if args.tagged and args.dry_run:
+        parser.error("--tagged makes the files of a tag, and --dry-run none; give one of them")
     try:
-        release(args.root, args.package, dry_run=args.dry_run, pytest_args=pytest_args)
+        release(args.root, args.package, dry_run=args.dry_run, tagged=args.tagged, pytest_args=pytest_args)
     except ReleaseError as error:
         print(f"release: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def release(root: Path, name: str, *, dry_run: bool, pytest_args: Sequence[str] = ()) -> None:
-    """Release a package of the workspace at `root`; `pytest_args` choose tests in a dry run.
+def release(root: Path, name: str, *, dry_run: bool, tagged: bool = False, pytest_args: Sequence[str] = ()) -> None:
+    """Release a package of the workspace.
+
+    Args:
+        root: The workspace.
+        name: The package's directory.
+        dry_run: Leave nothing behind.
+        tagged: The tag is there already, on this commit; make its files.
+        pytest_args: Choose tests in a dry run.
 
     Raises:
         ReleaseError: It cannot be released.
@@ -120,14 +137,15 @@ def release(root: Path, name: str, *, dry_run: bool, pytest_args: Sequence[str] 
     say(f"{package.name} {package.version}")
     check_changelog(package)
     check_lock(root, package, packages.values())
-    check_repository(root, package, dry_run=dry_run)
+    check_repository(root, package, dry_run=dry_run, tagged=tagged)
     with tempfile.TemporaryDirectory(prefix="release-") as scratch:
         outside = Path(scratch)
-        built = build(package, outside / "dist")
-        check_metadata(built, packages.values())
-        siblings = [build(packages[sibling], outside / "dist") for sibling in siblings_of(package, packages)]
-        check_outside(root, built, siblings, outside, pytest_args)
-        bill = write_bill(root, built, packages.values(), outside)
+        with contextlib.nullcontext() if dry_run or tagged else recorded_names(root, package):
+            built = build(package, outside / "dist")
+            check_metadata(built, packages.values())
+            siblings = [build(packages[sibling], outside / "dist") for sibling in siblings_of(package, packages)]
+            check_outside(root, built, siblings, outside, pytest_args)
+            bill = write_bill(root, built, packages.values(), outside)
         if not dry_run:
             (root / "dist").mkdir(exist_ok=True)
             for path in (built.wheel, built.sdist, bill):
@@ -135,8 +153,10 @@ def release(root: Path, name: str, *, dry_run: bool, pytest_args: Sequence[str] 
     if dry_run:
         say(f"dry run: everything holds; without --dry-run the tag {package.tag} would be set now")
         return
-    run(["git", "tag", "--annotate", package.tag, "--message", f"{package.name} {package.version}"], cwd=root)
-    say(f"tagged {package.tag}; {built.wheel.name}, {built.sdist.name} and {bill.name} in dist are ready to upload")
+    if not tagged:
+        run(["git", "tag", "--annotate", package.tag, "--message", f"{package.name} {package.version}"], cwd=root)
+        say(f"tagged {package.tag}")
+    say(f"{built.wheel.name}, {built.sdist.name} and {bill.name} in dist are ready to upload")
 
 
 def check_changelog(package: Package) -> None:
@@ -181,8 +201,8 @@ def check_lock(root: Path, package: Package, packages: Iterable[Package]) -> Non
             raise ReleaseError(f"{said}; run scripts/lock")
 
 
-def check_repository(root: Path, package: Package, *, dry_run: bool) -> None:
-    """The tree is clean and the tag new. A dry run only notes what is not so.
+def check_repository(root: Path, package: Package, *, dry_run: bool, tagged: bool) -> None:
+    """The tree is clean and the tag new, or `tagged` and on this commit. A dry run only notes what is not so.
 
     Raises:
         ReleaseError: It is not so, and this is not a dry run.
@@ -191,12 +211,37 @@ def check_repository(root: Path, package: Package, *, dry_run: bool) -> None:
     if changes := run(["git", "status", "--porcelain"], cwd=root).splitlines():
         first = ", ".join(line[3:] for line in changes[:3])
         problems.append(f"{len(changes)} uncommitted changes ({first} …); commit them, a tag names a commit")
-    if run(["git", "tag", "--list", package.tag], cwd=root).strip():
+    if tagged and not run(["git", "tag", "--list", package.tag, "--points-at", "HEAD"], cwd=root).strip():
+        problems.append(f"this commit does not have the tag {package.tag}, of the version in pyproject.toml")
+    if not tagged and run(["git", "tag", "--list", package.tag], cwd=root).strip():
         problems.append(f"the tag {package.tag} is there already; raise the version in pyproject.toml")
     if problems and not dry_run:
         raise ReleaseError("; ".join(problems))
     for problem in problems:
         say(f"note: {problem}")
+
+
+@contextlib.contextmanager
+def recorded_names(root: Path, package: Package) -> Iterator[None]:
+    """Write down the public names, and commit them if the block holds: what it builds is what the tag names.
+
+    If it does not hold, or they cannot be committed, the record is as it was.
+    """
+    path = package.directory / public_names.RECORD
+    before = path.read_bytes() if path.exists() else None
+    public_names.write(root, package.directory.name, root)
+    record = str(path.relative_to(root))
+    try:
+        yield
+        run(["git", "add", record], cwd=root)
+        if run(["git", "status", "--porcelain", "--", record], cwd=root):
+            text = f"The public names of {package.name} {package.version}, which the next release keeps"
+            run(["git", "commit", "--quiet", "--message", text, "--", record], cwd=root)
+            say(f"committed {record}")
+    except BaseException:
+        run(["git", "reset", "--quiet", "--", record], cwd=root)
+        path.unlink() if before is None else path.write_bytes(before)
+        raise
 
 
 def build(package: Package, destination: Path) -> Built:
@@ -297,6 +342,7 @@ def check_outside(
     source = next((outside / "sdist").iterdir())
     shutil.rmtree(source / "src")
     command = [str(python), "-m", "pytest", "-c", str(root / "pyproject.toml"), f"--rootdir={source}"]
+    command += ["-o", f"pythonpath={source / 'tests'}"]  # the archive's own helpers of tests
     engine = {"SLIME_ENGINE_PYTHON": str(root / ".venv-engine" / "bin" / "python")}
     output = run([*command, "-m", TEST_MARKS, str(source / "tests"), *pytest_args], cwd=source, env=engine)
     say(output.strip().splitlines()[-1])

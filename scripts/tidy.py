@@ -104,18 +104,17 @@ def _comments(text: str) -> str:
 
 
 def doubled_names(sources: Mapping[str, str]) -> Iterator[str]:
-    """Public classes that two modules of one package define. (A function is read with its module's name.)
+    """Public classes that two modules define, of one package or of two. (A function is read with its module's name.)
 
     Args:
         sources: Path → content of the packages' modules.
     """
-    places: dict[tuple[str, str], list[str]] = {}
+    places: dict[str, list[str]] = {}
     for path, text in sources.items():
-        package = path.partition("/src/")[0]
         for node in ast.parse(text, path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places.setdefault((package, node.name), []).append(f"{path}:{node.lineno}")
-    for (_, name), found in places.items():
+                places.setdefault(node.name, []).append(f"{path}:{node.lineno}")
+    for name, found in places.items():
         if len(found) > 1:
             yield f"{found[0]}: the name {name} has another meaning at {', '.join(found[1:])}"
 

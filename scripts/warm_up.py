@@ -12,7 +12,7 @@ from slime_rollout.engine.sglang_flags import engine_device, import_environment
 RUN = "import ray, slime_launch.preflight, slime_launch.run"
 TRAINER = """
 import slime_launch.trainers
-from slime_megatron.device import select_device
+from slime_megatron.ranks.device import select_device
 select_device()
 import slime_megatron.worker
 """

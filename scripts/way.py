@@ -2,7 +2,7 @@
 
 Run it with an environment that has slime-rollout: `python scripts/way.py`. The engine is the one that
 `check-hooks --run` uses, so no model is needed; everything else is what a run uses. A call that creates a task counts
-together with the task. The launcher adds `loop.py`, `rollouts.py` and `calls.py` above it.
+together with the task. The launcher adds `loop.py`, `rollouts.py`, `remote.py` and `calls.py` above it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import Any
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data import PromptDataset, PromptEncoder, RolloutDataSource
 from slime_rollout.engine.config import EngineConfig
-from slime_rollout.generation_service import GenerationService, GenerationSpec
+from slime_rollout.generation_service import GenerationService
 from slime_rollout.hooks.contracts import StandInEngine, make_tokenizer, write_prompts
 from slime_rollout.rollout import RolloutData, RolloutManager
+from slime_rollout.serving_engines import GenerationSpec
 from slime_rollout.threads import LoopThread
 
 PACKAGES = Path(__file__).resolve().parents[1] / "packages"
@@ -98,12 +99,12 @@ def main() -> None:
         context_length=None, seed=1, log_dir="", flags={},
     )  # fmt: skip
     service = GenerationService(spec)
-    service._manager = RolloutManager(config, router_url=url, run_seed=1, data=RolloutData(source, [], tokenizer))
-    thread = service._manager._thread
+    manager = RolloutManager(config, router_url=url, run_seed=1, data=RolloutData(source, [], tokenizer))
+    service.engines.generator, thread = manager, manager._thread
     thread._loop.set_task_factory(way.make_task)
     thread.run(profiled(way))
     sys.setprofile(way.profile)
-    service._version = 1
+    service.engines.version = 1
     service.generate(0)
     sys.setprofile(None)
     thread.run(profiled(None))

@@ -8,7 +8,7 @@ import torch
 from slime_core.config import AlgorithmConfig
 from slime_core.metrics import rollout_metrics
 from slime_core.ops import grpo_loss, log_probs_and_entropy
-from slime_core.schedule import build_shards
+from slime_core.schedule import ShardSpec, build_shards
 from slime_core.types import RolloutBatch, Sample
 
 PROMPTS, GROUP, LENGTH = 16, 8, 5  # prompts per rollout, samples per prompt, tokens per response
@@ -35,11 +35,13 @@ def main() -> None:
         batch = generate(model, rollout_id)
         (shard,) = build_shards(
             batch,
-            algorithm=AlgorithmConfig(),
-            temperature=1.0,
-            data_parallel_size=1,
-            micro_batch_size=32,
-            global_batch_size=128,
+            ShardSpec(
+                algorithm=AlgorithmConfig(),
+                temperature=1.0,
+                data_parallel_size=1,
+                micro_batch_size=32,
+                global_batch_size=128,
+            ),
         )
         (step,) = shard.steps
         for members in step.micro_batches:

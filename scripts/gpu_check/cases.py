@@ -15,8 +15,8 @@ from gpu_check.machine import KINDS, Cases, Machine, NotRunError, Verdict, sampl
 from gpu_check.processes import Ranks
 from slime_convert.shape import ModelShape
 from slime_core.config import AlgorithmConfig
-from slime_megatron.config import MegatronConfig
-from slime_megatron.operations import flops_model
+from slime_megatron.settings.config import MegatronConfig
+from slime_megatron.settings.operations import flops_model
 
 GRPO = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
 FP32_BOUND, SUM_BOUND, WEIGHT_BOUND = 1e-4, 1e-5, 3e-5

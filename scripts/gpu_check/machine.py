@@ -15,7 +15,7 @@ from gpu_check import ranks
 from gpu_check.processes import CheckError, Ranks
 from slime_convert.shape import ModelShape
 from slime_core.types import TrainSample, TrainShard, TrainStep
-from slime_megatron.config import MegatronConfig
+from slime_megatron.settings.config import MegatronConfig
 
 VOCABULARY, STEPS = 500, 3
 # Name of a kind of layers and precision: its settings.

@@ -19,8 +19,7 @@ from gpu_check.processes import CALL_SECONDS, STOP_SECONDS, CheckError
 from slime_convert.shape import ModelShape
 from slime_core.config import AlgorithmConfig
 from slime_core.types import Rendezvous, TrainSample, TrainShard, WeightUpdate
-from slime_megatron.config import MegatronConfig
-from slime_megatron.start import start_worker
+from slime_megatron.service import MegatronConfig, start_worker
 
 if TYPE_CHECKING:
     import torch
@@ -47,11 +46,11 @@ def facts(meeting: Rendezvous) -> dict[str, Any]:
     import torch
 
     before = _replaceable()
-    from slime_megatron.device import select_device
+    from slime_megatron.ranks.device import select_device
 
     device = select_device(1)
     replaced = [name for name, value in _replaceable().items() if value is not before.get(name)]
-    from slime_megatron.kernels import found_kernels
+    from slime_megatron.model.kernels import found_kernels
 
     found = found_kernels(device)
     return {
@@ -92,13 +91,15 @@ def logits(
     import torch
 
     with working(meeting, config, shape) as worker, torch.no_grad():
-        from slime_megatron.model import output_weight, run
-        from slime_megatron.packing import MicroBatch
+        from slime_megatron.model.build import output_weight, run
+        from slime_megatron.model.packing import MicroBatch
 
         [chunk] = worker.model
         parts = []
         for samples in batches:
-            batch = MicroBatch(samples, share_prompts=config.share_prompts).pack(next(worker.device_tensors()).device)
+            batch = MicroBatch(samples, share_prompts=config.share_prompts).pack(
+                next(worker._roles.device_tensors()).device
+            )
             hidden = run(chunk, batch)[0].index_select(0, batch.logit_rows_M)
             parts.append((hidden @ output_weight(chunk).t())[:, : shape.vocab_size].float().cpu().numpy())
     return np.concatenate(parts)
@@ -155,10 +156,10 @@ def train(
 @contextlib.contextmanager
 def _first_gradients(worker: MegatronWorker) -> Iterator[dict[str, NDArray[np.float32]]]:
     """Gather the gradients that the block's first optimizer step is taken with, as weights are gathered."""
-    from slime_megatron import sync
-    from slime_megatron.model import named_weights as named
+    from slime_megatron.model.build import named_weights as named
+    from slime_megatron.weights import sync
 
-    take_step = worker._actor.optimizer.step
+    take_step = worker._roles.actor.optimizer.step
     kept = KeptWeights()
 
     def gradients(chunks: Any, **how: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -177,11 +178,11 @@ def _first_gradients(worker: MegatronWorker) -> Iterator[dict[str, NDArray[np.fl
             kept.tensors.setdefault("", np.zeros(0, np.float32))  # on other ranks than 0: they have been gathered
         return take_step()
 
-    worker._actor.optimizer.step = step
+    worker._roles.actor.optimizer.step = step
     try:
         yield kept.tensors
     finally:
-        worker._actor.optimizer.step = take_step
+        worker._roles.actor.optimizer.step = take_step
 
 
 def offload(
@@ -195,14 +196,14 @@ def offload(
     """
     import torch
 
-    from slime_megatron.offload import resident_bytes
+    from slime_megatron.weights.offload import resident_bytes
 
     with working(meeting, config, shape) as worker:
         worker.train(shards[0])
         before, first, again = _hashes(worker), KeptWeights(), KeptWeights()
         worker.push(WeightUpdate(version=1), first)
         on_gpu = torch.version.cuda is not None and torch.cuda.is_available()
-        held = resident_bytes(worker._device)
+        held = resident_bytes(worker._roles._device)
         half = worker.sleep(keep_weights=True)
         worker.push(WeightUpdate(version=2), again)
         asleep = worker.sleep()
@@ -220,7 +221,7 @@ def _same(first: Mapping[str, NDArray[np.float32]], second: Mapping[str, NDArray
 
 
 def _hashes(worker: MegatronWorker) -> list[str]:
-    return [digest(tensor) for tensor in worker.device_tensors()]
+    return [digest(tensor) for tensor in worker._roles.device_tensors()]
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -234,6 +235,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 def push(meeting: Rendezvous, config: MegatronConfig, shape: ModelShape) -> dict[str, Any]:
     """Send the weights as the launcher does to engines on the same GPU, but to a process that only reads them."""
+    from slime_rollout.engine.channels import ChannelSpec
     from slime_rollout.weights.buckets import TensorWeightChannel, _handle
 
     class Reading(KeptWeights):
@@ -245,7 +247,7 @@ def push(meeting: Rendezvous, config: MegatronConfig, shape: ModelShape) -> dict
             self.sent: dict[str, str] = {}
             self.read: dict[str, str] = {}
             self.device = ""
-            self._channel = TensorWeightChannel(engine_urls=(), cuda_ipc=True)
+            self._channel = TensorWeightChannel(ChannelSpec((), colocate=True))
             self._end, theirs = context.Pipe()
             self._process = context.Process(target=_read, args=(theirs,))
             self._process.start()

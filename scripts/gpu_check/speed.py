@@ -21,7 +21,7 @@ from slime_convert.mapping import WeightMap
 from slime_convert.published import PUBLISHED
 from slime_convert.shape import ModelShape
 from slime_core.types import Rendezvous, TrainSample, TrainShard, TrainStep
-from slime_megatron.config import MegatronConfig
+from slime_megatron.settings.config import MegatronConfig
 
 MODELS = ("smollm2-135M", "qwen2.5-0.5B", "qwen2.5-7B", "qwen3-30B-A3B")
 TOKENS, ROWS = 8192, 4
@@ -90,15 +90,15 @@ def trainer(meeting: Rendezvous, impl: str, shape: ModelShape, tokens: int) -> d
 
 def bare(meeting: Rendezvous, impl: str, shape: ModelShape, tokens: int) -> dict[str, Any]:
     """The same of stock Megatron-core."""
-    from slime_megatron.device import select_device
+    from slime_megatron.ranks.device import select_device
 
     device = select_device(1)
     config = settings(impl)
     import torch
     from megatron.core.distributed import finalize_model_grads
 
-    from slime_megatron.optimizer import build_optimizer, wrap_model
-    from slime_megatron.parallel import join_ranks, leave_ranks, seed_everything
+    from slime_megatron.ranks.parallel import join_ranks, leave_ranks, seed_everything
+    from slime_megatron.step.optimizer import build_optimizer, wrap_model
 
     join_ranks(config, meeting, device)
     try:
@@ -129,7 +129,7 @@ def _stock_model(config: MegatronConfig, shape: ModelShape, device: Any, tokens:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    from slime_megatron.core_configs import transformer_config
+    from slime_megatron.model.megatron_configs import transformer_config
 
     transformer = transformer_config(shape, config, device)
     engine = config.transformer_impl == "transformer_engine"
@@ -148,7 +148,7 @@ def _timed(step: Callable[[], object]) -> dict[str, Any]:
     """The median of several steps, after some that are not counted; the most memory, and the GPU's peak."""
     import torch
 
-    from slime_megatron.timer import peak_tflops
+    from slime_megatron.worker.timer import peak_tflops
 
     on_gpu = torch.version.cuda is not None and torch.cuda.is_available()
     if on_gpu:

@@ -15,10 +15,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from slime_convert.convert import hf_to_torch_dist
-from tiny_models import CONFIGS, add_prediction_module, make_model
+from slime_convert import hf_to_torch_dist
+from support.family_models import CONFIGS, add_prediction_module, make_model
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +200,7 @@ def legacy_runs(tmp_path_factory):
         hf_to_torch_dist(origin, root / name / "torch_dist")
         paths = {"origin": origin, "torch_dist": root / name / "torch_dist" / "release", "save": root / name / "legacy"}
         jobs[name] = {key: str(path) for key, path in paths.items()} | layout
-    program = Path(__file__).parent / "formats" / "megatron_ranks.py"
+    program = Path(__file__).parent / "support" / "megatron_ranks.py"
     words = [str(root), json.dumps(list(jobs.values()))]
     ranks = [subprocess.Popen([sys.executable, program, str(rank), *words], stderr=subprocess.PIPE) for rank in (0, 1)]
     try:

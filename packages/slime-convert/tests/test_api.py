@@ -1,4 +1,4 @@
-"""What ``import slime_convert`` gives: its names, what they return and raise, and what they load."""
+"""The names of ``slime_convert``: what they return and raise, and what they load."""
 
 import inspect
 import io
@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 import slime_convert
 from slime_convert import Converted, ConvertError, ProgressBar, ProgressLines, errors
-from tiny_models import make_model, weights_of
+from support.family_models import make_model, weights_of
 
 HEAVY = ("torch", "numpy", "safetensors", "transformers", "megatron", "gguf", "tqdm")
 CONVERSIONS = (
@@ -86,7 +86,7 @@ class TestNames:
         source = inspect.getsource(slime_convert)
         told = source.partition("if TYPE_CHECKING:\n")[2]
         space = {}
-        exec("\n".join(line.strip() for line in told.partition("\n\n")[0].splitlines()), space)
+        exec("\n".join(line.strip() for line in told.partition("\nelse:")[0].splitlines()), space)
         assert {name for name in space if name != "__builtins__"} == set(slime_convert.__all__)
         assert all(space[name] is getattr(slime_convert, name) for name in slime_convert.__all__)
 

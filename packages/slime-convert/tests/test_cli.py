@@ -16,10 +16,9 @@ import pytest
 from transformers import AutoConfig
 
 import slime_convert
-from slime_convert import ModelShape
+from slime_convert import ModelShape, hf_to_torch_dist
 from slime_convert.cli import main
-from slime_convert.convert import hf_to_torch_dist
-from tiny_models import tree, without_progress, write_gguf
+from support.family_models import tree, without_progress, write_gguf
 
 COMMAND = Path(sys.executable).with_name("slime-convert")
 
@@ -124,7 +123,8 @@ def commands(one_origin, one_converted, tmp_path_factory):
 )
 def test_a_stop_leaves_what_the_next_run_continues(commands, one_origin, tmp_path, capfd, monkeypatch, name, stop):
     config = AutoConfig.from_pretrained(one_origin)
-    monkeypatch.setattr("slime_convert.gguf._load_settings", lambda file: (config, None))  # the file has no tokenizer
+    # The file has no tokenizer.
+    monkeypatch.setattr("slime_convert.conversions.from_gguf._load_settings", lambda file: (config, None))
     words, output = commands[name]
     with under_way([name, *words, output, tmp_path / "out"]) as process:
         assert [path.name for path in tmp_path.iterdir()] == [".out.partial"]

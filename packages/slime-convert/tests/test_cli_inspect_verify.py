@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime_convert.cli import main
-from tiny_models import without_progress
+from support.family_models import without_progress
 
 COMMAND = Path(sys.executable).with_name("slime-convert")
 

@@ -9,10 +9,10 @@ import subprocess
 import pytest
 import torch
 
+from slime_convert import hf_to_torch_dist, torch_dist_to_hf
 from slime_convert.cli import main
-from slime_convert.convert import hf_to_torch_dist, torch_dist_to_hf
 from slime_convert.errors import OutputError
-from tiny_models import contents, make_model, tree
+from support.family_models import contents, make_model, tree
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What to do where a package of an extra is missing, as slime-core says it."""
+"""Advice where a package of an extra is missing, as slime-core gives it."""
 
 import sys
 from importlib import metadata

@@ -1,4 +1,4 @@
-"""What went wrong in version 0.1, at the command line, where no test of a single part shows it."""
+"""Mistakes of version 0.1, at the command line, where no test of a single part shows it."""
 
 import argparse
 import json
@@ -16,7 +16,14 @@ from safetensors.torch import save_file
 from slime_convert import ModelShape, WeightMap, hf_to_torch_dist, torch_dist_to_hf, verify
 from slime_convert.cli import main
 from slime_convert.errors import HfConfigError
-from tiny_models import add_prediction_module, assert_same_weights, change_config, tree, weights_of, write_model
+from support.family_models import (
+    add_prediction_module,
+    assert_same_weights,
+    change_config,
+    tree,
+    weights_of,
+    write_model,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 LIMIT_S, LIMIT_BYTES = 60, 30 * 2**20

@@ -5,9 +5,9 @@ import shutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from generated import models, write
 from slime_convert.cli import main
-from tiny_models import same_bits, tree, weights_of
+from support.family_models import same_bits, tree, weights_of
+from support.generated_models import models, write
 
 UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

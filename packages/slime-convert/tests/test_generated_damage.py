@@ -19,11 +19,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
 from slime_convert import ModelShape, WeightMap, hf_to_fp8, hf_to_int4, hf_to_torch_dist
 from slime_convert.cli import main
-from tiny_models import make_model, tree, weights_of, write_gguf
+from support.family_models import make_model, tree, weights_of, write_adapter, write_gguf
 
 MEMORY, SECONDS = 800 * 2**20, 30
 OUT = "new/out"
@@ -42,20 +41,6 @@ def legacy(origin, path):
         args = shape.to_megatron_args() | {"tensor_model_parallel_size": 2}
         torch.save({"model": state, "args": args, "checkpoint_version": 3.0, "iteration": 3}, place)
     (path / "latest_checkpointed_iteration.txt").write_text("3")
-
-
-def write_adapter(origin, path):
-    path.mkdir()
-    (path / "adapter_config.json").write_text(
-        json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "down_proj"]})
-    )
-    weights, factors = weights_of(origin), {}
-    for name, tensor in weights.items():
-        if name.split(".")[-2] in ("q_proj", "down_proj"):
-            stem = f"base_model.model.{name.removesuffix('.weight')}"
-            factors[f"{stem}.lora_A.weight"] = torch.randn(2, tensor.shape[1])
-            factors[f"{stem}.lora_B.weight"] = torch.randn(tensor.shape[0], 2)
-    save_file(factors, path / "adapter_model.safetensors")
 
 
 @pytest.fixture(scope="module")

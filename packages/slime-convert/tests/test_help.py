@@ -1,8 +1,7 @@
-"""What the commands say of themselves: help, versions, flags for Megatron, one line at the end, lines in a log."""
+"""The words of the commands: help, versions, flags for Megatron, one line at the end, lines in a log."""
 
 import ast
 import importlib.metadata
-import inspect
 import io
 import itertools
 import json
@@ -19,11 +18,10 @@ from safetensors.torch import save_file
 import slime_convert
 from slime_convert import SHAPE_FLAGS, ModelShape
 from slime_convert.cli import main
-from slime_convert.commands import ARGUMENTS, COMMANDS, in_flags
+from slime_convert.commands import COMMANDS
 from slime_convert.formats import open_checkpoint
-from slime_convert.formats.hf import OutputOptions
 from slime_convert.published import PUBLISHED
-from tiny_models import make_model, weights_of
+from support.family_models import make_model, weights_of
 
 PACKAGE = Path(slime_convert.__file__).parent
 NAMES = [command.name for command in COMMANDS]
@@ -339,29 +337,3 @@ class TestWithoutACheckout:
             docs = {id(part.value) for part in parts if isinstance(part, ast.Expr)}
             texts = [part.value for part in parts if isinstance(part, ast.Constant) and id(part) not in docs]
             assert not [text for text in texts if isinstance(text, str) and re.search(FROM_A_CHECKOUT, text)]
-
-
-@pytest.mark.parametrize(("argument", "flag"), ARGUMENTS.items())
-def test_what_a_call_is_told_of_its_arguments_a_command_is_told_of_its_flags(argument, flag):
-    own = [name for command in COMMANDS for one in command.flags for name in one.names]
-    assert flag in own
-    name = argument.partition("=")[0]
-    functions = [getattr(slime_convert, name) for name in slime_convert.__all__ if name.islower()]
-    takes = {parameter for function in functions for parameter in inspect.signature(function).parameters}
-    assert name in takes | OutputOptions.__annotations__.keys()
-    assert (
-        in_flags(f"choose another, or give {argument}; not x{argument}")
-        == f"choose another, or give {flag}; not x{argument}"
-    )
-
-
-def test_no_message_of_the_library_names_one_of_these_flags():
-    told = {
-        (path.name, flag)
-        for path in PACKAGE.rglob("*.py")
-        if path.name not in ("commands.py", "cli.py")
-        for text in re.findall(r'"([^"\n]*)"', path.read_text())
-        for flag in ARGUMENTS.values()
-        if re.search(rf"(?<![\w-]){flag}(?![\w-])", text)
-    }
-    assert told == set()

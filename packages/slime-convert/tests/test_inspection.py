@@ -8,8 +8,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from slime_convert import ModelShape
-from slime_convert.convert import hf_to_torch_dist
+from slime_convert import ModelShape, hf_to_torch_dist
 from slime_convert.errors import CheckpointError, HfConfigError
 from slime_convert.files.tensors import TensorInfo, tensor_info
 from slime_convert.inspection import Contents, inspect_checkpoint

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from generated import configs
 from slime_convert import ModelShape
 from slime_convert.errors import WeightError
 from slime_convert.mapping import WeightMap, hf_copies
-from tiny_models import weights_of
+from support.family_models import weights_of
+from support.generated_models import configs
 
 
 def random_weights(weight_map, seed):

@@ -33,11 +33,11 @@ def test_mbridge_maps_to_the_same_tensors(origin):
     weights = {name: tensor for path in origin.glob("*.safetensors") for name, tensor in load_file(path).items()}
     for name in weight_map.megatron_names():
         ours = weight_map.from_hf(name, weights.__getitem__)
-        engine_name = weight_map.engine_name(name)
-        hf_names = bridge._weight_name_mapping_mcore_to_hf(engine_name)
-        theirs = bridge._weight_to_mcore_format(engine_name, [weights[hf_name] for hf_name in hf_names])
+        te_name = weight_map.te_name(name)
+        hf_names = bridge._weight_name_mapping_mcore_to_hf(te_name)
+        theirs = bridge._weight_to_mcore_format(te_name, [weights[hf_name] for hf_name in hf_names])
         assert torch.equal(ours, theirs), name
-        theirs_back = dict(zip(*bridge._weight_to_hf_format(engine_name, theirs), strict=True))
-        ours_back = dict(weight_map.to_hf(engine_name, ours))
+        theirs_back = dict(zip(*bridge._weight_to_hf_format(te_name, theirs), strict=True))
+        ours_back = dict(weight_map.to_hf(te_name, ours))
         assert theirs_back.keys() == ours_back.keys(), name
         assert all(torch.equal(tensor, theirs_back[hf_name]) for hf_name, tensor in ours_back.items()), name

@@ -12,21 +12,30 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-import readme_matrix
 import slime_convert
 from slime_convert import errors, fp8_to_bf16, hf_to_fp8, hf_to_torch_dist, int4_to_bf16, torch_dist_to_hf, verify
 from slime_convert.check.tiny import build, quiet, tiny_config
 from slime_convert.cli import main
 from slime_convert.commands import COMMANDS
+from slime_convert.conversions.quantized import projections
 from slime_convert.families import FAMILIES
 from slime_convert.formats.hf import HfWeights
 from slime_convert.quantize import Int4Format
-from slime_convert.quantize.convert import projections
 from slime_convert.quantize.numbers import quantize_int4
-from test_generated_damage import write_adapter
-from tiny_models import add_prediction_module, assert_same_weights, change_config, make_model, tree, weights_of
+from support import readme_matrix
+from support.family_models import (
+    add_prediction_module,
+    assert_same_weights,
+    change_config,
+    make_model,
+    tree,
+    weights_of,
+    write_adapter,
+)
+from support.gguf_files import SIZES, tensors_of, write_gguf
 
 README = readme_matrix.README
 PAGE = next((path for root in README.parents if (path := root / "docs/how-to/new-family.md").is_file()), None)
@@ -51,8 +60,6 @@ def inputs(tmp_path_factory):
 
 
 def test_commands_work(inputs, tmp_path, monkeypatch, capsys):
-    from test_gguf import SIZES, AutoModelForCausalLM, LlamaConfig, tensors_of, write_gguf
-
     shutil.copytree(inputs, tmp_path, dirs_exist_ok=True)
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
     write_gguf(tmp_path / "model.gguf", model.config, tensors_of(model))
@@ -157,17 +164,14 @@ def test_the_families_of_which_mxfp4_is_read(family, tmp_path):
 
 @pytest.mark.skipif(PAGE is None, reason="outside the workspace the page is not there")
 @pytest.mark.parametrize("megatron", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_a_new_family_is_a_file_and_a_row(tmp_path, megatron):
+def test_a_new_family_is_a_file(tmp_path, megatron):
     """As the page has it, in a copy of the package in which the two families of its examples are not there."""
     shutil.copytree(PACKAGE, tmp_path / "slime_convert", ignore=shutil.ignore_patterns("__pycache__"))
     families = tmp_path / "slime_convert" / "families"
-    registry = (families / "__init__.py").read_text().replace("families import ", "families import mistral, qwen3, ")
-    for name, row, code in zip(
-        ("qwen3", "mistral"), ("qwen.QWEN3", "llama.MISTRAL"), blocks(PAGE, "python"), strict=True
-    ):
+    for name, relatives, code in zip(("qwen3", "mistral"), ("qwen", "llama"), blocks(PAGE, "python"), strict=True):
         (families / f"{name}.py").write_text(code)
-        registry = registry.replace(f" {row},", f" {name}.{name.upper()},")
-    (families / "__init__.py").write_text(registry)
+        file = families / f"{relatives}.py"
+        file.write_text(re.sub(rf"(FAMILIES = .*) {name.upper()},", r"\1", file.read_text()))
     program = """
 import json, sys
 from slime_convert.check import check_models

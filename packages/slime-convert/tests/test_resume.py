@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 
-from slime_convert.convert import hf_to_torch_dist, megatron_to_hf, torch_dist_to_hf
+from slime_convert import fp8_to_bf16, hf_to_fp8, hf_to_int4, hf_to_torch_dist, megatron_to_hf, torch_dist_to_hf
 from slime_convert.errors import OutputError, UnfinishedError
 from slime_convert.files import output
 from slime_convert.files.output import new_directory
 from slime_convert.files.partial import Conversion
 from slime_convert.formats import detect
 from slime_convert.formats.hf import HfWeights
-from slime_convert.quantize.convert import fp8_to_bf16, hf_to_fp8, hf_to_int4
-from tiny_models import make_model, tree
+from support.family_models import make_model, tree
 
 SHARD = 12_000  # bytes: several files of several weights
 

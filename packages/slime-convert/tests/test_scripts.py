@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from slime_convert import ModelShape
-from tiny_models import assert_same_weights, without_progress
+from support.family_models import assert_same_weights, without_progress
 
 ROOT = next((root for root in Path(__file__).parents if (root / "scripts/convert_to_hf.py").is_file()), None)
 pytestmark = pytest.mark.skipif(ROOT is None, reason="outside the workspace there are no scripts")

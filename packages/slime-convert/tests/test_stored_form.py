@@ -6,11 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from slime_convert import hf_to_fp8, hf_to_int4
 from slime_convert.errors import QuantizationError, WeightError
-from slime_convert.quantize.convert import hf_to_fp8, hf_to_int4
 from slime_convert.quantize.numbers import dequantize_fp8, dequantize_int4
 from slime_convert.stored_form import StoredForm
-from tiny_models import weights_of
+from support.family_models import weights_of
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
 

@@ -100,11 +100,13 @@ def test_what_cannot_be_written_is_named_as_given(tmp_path):
     assert caught.value.filename == str(tmp_path / "no" / "file")
 
 
-@pytest.fixture(params=["pipe", "device", "link to a device", "directory"])
+@pytest.fixture(params=["pipe", "socket", "device", "link to a device", "directory"])
 def no_file(request, tmp_path):
     path = tmp_path / "x"
     if request.param == "pipe":
         os.mkfifo(path)
+    elif request.param == "socket":
+        os.mknod(path, stat.S_IFSOCK)
     elif request.param == "directory":
         path.mkdir()
     elif request.param == "device":

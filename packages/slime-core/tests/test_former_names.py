@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import sys
 import warnings
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import slime_core
 from slime_core import ops
-from slime_core.former_names import RENAMED, REPLACED
+from slime_core.former_names import RENAMED, REPLACED, former_attribute, moved_modules, renamed
 
 
 def found(path):
@@ -45,6 +46,38 @@ def test_the_old_loss_computes_what_the_new_one_does():
     assert old(*rows, 0.2, 0.2)[0].tolist() == ops.policy_token_loss(*rows, 0.2, 0.2)[0].tolist()
 
 
+def test_a_moved_module_is_the_same_one_and_says_so(tmp_path, monkeypatch):
+    (tmp_path / "house" / "room").mkdir(parents=True)
+    (tmp_path / "house" / "__init__.py").touch()
+    (tmp_path / "house" / "room" / "new.py").write_text("value = object()")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    moved_modules("house", {"old": "room.new"})
+    with pytest.warns(DeprecationWarning, match=r"house\.old is now house\.room\.new; .* next release") as said:
+        from house.old import value
+    from house import old
+    from house.room import new
+
+    assert said[0].filename == __file__
+    assert old is new
+    assert value is new.value
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'house\.other'"):
+        importlib.import_module("house.other")
+
+
+def test_a_name_that_left_a_module_is_the_same_one_and_says_so(monkeypatch):
+    left = renamed("slime_core.words", {"old": "slime_core.ops.gae_advantages"}, {"older": "a list"})
+    monkeypatch.setattr(slime_core.words, "__getattr__", left, raising=False)
+    with pytest.warns(DeprecationWarning, match=r"slime_core\.words\.old is now slime_core\.ops\.gae_a\w+; ") as said:
+        from slime_core.words import old
+    assert said[0].filename == __file__
+    assert old is ops.gae_advantages
+    with pytest.raises(AttributeError, match=r"no attribute 'older'; it was there in an earlier version, use a list$"):
+        slime_core.words.older  # noqa: B018
+    with pytest.raises(AttributeError, match=r"module 'slime_core\.words' has no attribute 'other'$"):
+        slime_core.words.other  # noqa: B018
+
+
 def test_other_names_are_unknown_as_everywhere_and_nothing_else_warns():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -53,3 +86,13 @@ def test_other_names_are_unknown_as_everywhere_and_nothing_else_warns():
                 module.nothing  # noqa: B018
             assert not hasattr(module, "__wrapped__")
         assert all(getattr(ops, name) is not None for name in ops.__all__)
+
+
+def test_an_attribute_that_was_renamed_is_the_same_one_and_says_so():
+    class House:
+        doors = 2
+        gates = former_attribute("gates", "doors")
+
+    with pytest.warns(DeprecationWarning, match=r"^House\.gates is now doors; .* next release$") as said:
+        assert House().gates == 2
+    assert said[0].filename == __file__

@@ -10,18 +10,19 @@ import torch
 import slime_core.interfaces
 from slime_core.errors import DataError
 from slime_core.interfaces import (
+    Batches,
     DataSource,
-    GroupFilter,
+    Engines,
     GroupReward,
     Reward,
-    Rollout,
     TrainerWorker,
     WeightChannel,
 )
 from slime_core.types import (
+    Account,
     Drop,
-    EvalReport,
     Keep,
+    Progress,
     RolloutBatch,
     Sample,
     SleepReport,
@@ -86,7 +87,7 @@ def all_of_group(group):
 class PlainRollout:
     """A rollout that knows nothing but the interfaces."""
 
-    def __init__(self, source: DataSource, generate, reward: Reward, keep: GroupFilter):
+    def __init__(self, source: DataSource, generate, reward: Reward, keep):
         self.source, self.make, self.reward, self.keep = source, generate, reward, keep
 
     async def group(self, group):
@@ -108,13 +109,19 @@ class PlainRollout:
                     dropped[name] = dropped.get(name, 0) + 1
         return RolloutBatch(rollout_id=rollout_id, groups=groups, metrics=dropped)
 
-    def evaluate(self, rollout_id):
-        return EvalReport(rollout_id=rollout_id, scores={}, metrics={}, samples={}, seconds=0.0)
+    def start(self):
+        return None
 
-    def sleep(self, keep_weights=False):
+    def account(self):
+        return Account({}, None)
+
+    def cancel(self):
         pass
 
-    def wake(self, weights_only=False):
+    def progress(self):
+        return Progress()
+
+    def close(self):
         pass
 
     def state_dict(self):
@@ -156,8 +163,11 @@ class Worker:
         sent = channel.send([("w", None)])
         return SyncReport(version=update.version, tensors=len(channel.end()), bytes=sent, seconds=0.0)
 
-    def misread(self):
+    def export_mismatches(self):
         return []
+
+    def finish_loading(self):
+        pass
 
     def save(self, iteration):
         return str(iteration)
@@ -180,7 +190,7 @@ class Worker:
 
 def test_a_rollout_needs_nothing_but_the_interfaces():
     rollout = PlainRollout(Source(), two_turns, even, all_of_group)
-    assert isinstance(rollout, Rollout) and isinstance(rollout.source, DataSource)
+    assert isinstance(rollout, Batches) and not isinstance(rollout, Engines) and isinstance(rollout.source, DataSource)
     batch = rollout.generate(0)
     assert [[sample.index for sample in group] for group in batch.groups] == [[0, 100, 1, 101], [4, 104, 5, 105]]
     assert [sample.reward for sample in batch.groups[0]] == [1.0, 1.0, 0.0, 0.0]
@@ -213,8 +223,17 @@ def test_every_method_is_typed_and_says_what_it_does(protocol):
 
 
 def test_the_interfaces_are_all_there():
-    named = {DataSource, GroupFilter, GroupReward, Reward, Rollout, TrainerWorker}
+    named = {Batches, DataSource, Engines, GroupReward, Reward, TrainerWorker}
     assert set(PROTOCOLS) == named | {WeightChannel}
+
+
+def test_the_former_interfaces_are_parts_of_the_new_ones():
+    class Both(Batches, Engines):
+        """All methods of both."""
+
+    with pytest.warns(DeprecationWarning, match="former_interfaces.Rollout"):
+        former = slime_core.interfaces.Rollout
+    assert isinstance(Both.__new__(Both), former)
 
 
 def test_verdicts():

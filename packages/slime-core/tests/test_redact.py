@@ -5,8 +5,8 @@ import logging
 
 import pytest
 
-from planted import planted
 from slime_core.redact import HIDDEN, is_secret, redact_logs, redacted, secrets_of
+from support.planted import planted
 
 PLANTED = planted()
 AROUND = ("{}", "before {} after", '{{"value": "{}"}}', "note={}", "('{}',)")

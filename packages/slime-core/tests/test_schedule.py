@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from slime_core.config import ESTIMATORS, AlgorithmConfig
 from slime_core.errors import ConfigError, DataError
 from slime_core.rewards import estimator_rewards, normalize_group_rewards
-from slime_core.schedule import FILLER_INDEX, beyond_whole_steps, build_shards, check_batch_sizes
+from slime_core.schedule import ShardSpec, beyond_whole_steps, build_shards, check_batch_sizes
 from slime_core.types import RolloutBatch, Sample, Status
 from slime_core.types.arrays import Ragged
 from slime_core.types.routed import routed_text
@@ -47,10 +47,9 @@ def _size(batch):
 
 
 def shards_of(batch, *, dp=1, mbs=1, gbs=None, **kwargs):
-    return build_shards(
-        batch, algorithm=kwargs.pop("algorithm", GRPO), temperature=0.8, data_parallel_size=dp, micro_batch_size=mbs,
-        global_batch_size=gbs or _size(batch), **kwargs,
-    )  # fmt: skip
+    kwargs = {"algorithm": GRPO, "global_batch_size": gbs or _size(batch)} | kwargs
+    spec = ShardSpec(temperature=0.8, data_parallel_size=dp, micro_batch_size=mbs, **kwargs)
+    return build_shards(batch, spec)
 
 
 @st.composite
@@ -64,6 +63,16 @@ def workloads(draw):
         sizes.append(min(draw(st.integers(1, 9)), total - sum(sizes)))
     lengths = draw(st.lists(st.integers(0, 50), min_size=total, max_size=total))
     return make_batch(sizes, lengths), {"dp": dp, "mbs": mbs, "gbs": gbs}
+
+
+def test_the_former_signature_gives_the_same_with_a_warning():
+    batch = make_batch([4, 4], [3, 5, 7, 2, 9, 1, 4, 6])
+    fields = {"algorithm": GRPO, "temperature": 0.8, "data_parallel_size": 2, "micro_batch_size": 2}
+    with pytest.warns(DeprecationWarning, match=r"is now build_shards\(batch, ShardSpec\(algorithm=…, …\)\)"):
+        former = build_shards(batch, **fields, global_batch_size=8)
+    assert pickle.dumps(former) == pickle.dumps(shards_of(batch, dp=2, mbs=2, gbs=8))
+    with pytest.raises(TypeError, match="build_shards takes pairs as a part of its ShardSpec"):
+        build_shards(batch, ShardSpec(**fields, global_batch_size=8), pairs=True)
 
 
 @given(workloads(), st.booleans())
@@ -113,13 +122,13 @@ def test_what_trains_nothing_is_left_out_before_the_ranks_are_balanced(workload,
     how = {**sizes, **limit, "keep_groups_together": together}
     whole, chosen = shards_of(batch, **how), shards_of(batch, **how, drop_untrained=True)
     trained = {one.index for shard in whole for one in shard.samples if one.reward and one.loss_mask.any()}
-    kept = [one.index for shard in chosen for one in shard.samples if one.index != FILLER_INDEX]
+    kept = [one.index for shard in chosen for one in shard.samples]
     assert sorted(kept) == sorted(trained)
     for shard, before in zip(chosen, whole, strict=True):
         for step, old in zip(shard.steps, before.steps, strict=True):
             assert (step.global_trajectories, step.global_tokens) == (old.global_trajectories, old.global_tokens)
             assert len(step.micro_batches) == len(chosen[0].steps[shard.steps.index(step)].micro_batches)
-            assert dynamic or all(1 <= len(members) <= sizes["mbs"] for members in step.micro_batches)
+            assert dynamic or all(len(members) <= sizes["mbs"] for members in step.micro_batches)
 
 
 @pytest.mark.parametrize("flags", [{"use_kl_loss": True}, {"entropy_coef": 0.1}, {"normalize_advantages": True}])
@@ -129,7 +138,7 @@ def test_rewards_of_zero_are_left_out_only_where_the_loss_ignores_them(flags):
     [shard] = shards_of(batch, algorithm=algorithm, drop_untrained=True)
     assert [one.index for one in shard.samples] == [0, 1, 2, 3]
     [shard] = shards_of(batch, drop_untrained=True)
-    assert [one.index for one in shard.samples] == [FILLER_INDEX]
+    assert shard.samples == [] and shard.steps[0].micro_batches == [[]]
 
 
 def test_ranks_keep_pace_where_half_of_the_groups_train_nothing():
@@ -360,14 +369,14 @@ def shard_positions(shards, step):
 
 @given(
     st.lists(st.tuples(st.integers(1, 3), st.integers(0, 40)), min_size=1, max_size=24), st.integers(1, 3),
-    st.integers(1, 3), st.integers(1, 60), st.booleans(), st.booleans(), st.randoms(use_true_random=False),
+    st.integers(1, 60), st.booleans(), st.booleans(), st.randoms(use_true_random=False),
 )  # fmt: skip
-def test_trajectories_stay_in_one_step(trajectories, dp, group, cap, dynamic, together, generator):
-    """Trajectories of one to three samples, in any order; fillers only where there are too few samples."""
-    steps = 2 if len(trajectories) % 2 == 0 and len(trajectories) // 2 >= dp * group else 1
+def test_trajectories_stay_in_one_step(trajectories, dp, cap, dynamic, together, generator):
+    """Trajectories of one to three samples, in any order; micro-batches are empty only where samples are too few."""
+    steps = 2 if len(trajectories) % 2 == 0 and len(trajectories) // 2 >= dp else 1
     gbs = len(trajectories) // steps
-    if gbs < dp * group or (not dynamic and gbs % (dp * group)):
-        dp = group = 1
+    if gbs < dp or (not dynamic and gbs % dp):
+        dp = 1
     samples = [
         make_sample(0, number % 4, response=length, trajectory_id=number)
         for number, (count, length) in enumerate(trajectories)
@@ -379,20 +388,17 @@ def test_trajectories_stay_in_one_step(trajectories, dp, group, cap, dynamic, to
     batch = RolloutBatch(rollout_id=3, groups=[samples])
     shards = shards_of(
         batch, dp=dp, gbs=gbs, keep_groups_together=together, use_dynamic_batch_size=dynamic,
-        max_tokens_per_gpu=cap, virtual_pipeline_group=group,
+        max_tokens_per_gpu=cap,
     )  # fmt: skip
     by_index = {sample.index: sample for sample in samples}
-    trained = [sample.index for shard in shards for sample in shard.samples if sample.index != FILLER_INDEX]
+    trained = [sample.index for shard in shards for sample in shard.samples]
     assert sorted(trained) == sorted(by_index)
     seen = []
     for step in range(steps):
         ranks = shard_positions(shards, step)
         (count,) = {len(rank) for rank in ranks}
-        assert count % group == 0
-        real = [sample for rank in ranks for members in rank for sample in members if sample.index != FILLER_INDEX]
-        fillers = [members for rank in ranks for members in rank if members[0].index == FILLER_INDEX]
-        assert all(len(members) == 1 and members[0].loss_mask.tolist() == [] for members in fillers)
-        assert not fillers or len(real) < dp * count
+        real = [sample for rank in ranks for members in rank for sample in members]
+        assert all(members for rank in ranks for members in rank) or len(real) < dp * count
         ids = {by_index[sample.index].trajectory_id for sample in real}
         assert len(ids) == gbs
         seen.append(ids)
@@ -418,7 +424,6 @@ def test_what_a_trajectory_shares_is_counted_over_all_its_samples():
     algorithm = AlgorithmConfig(disable_grpo_std_normalization=True)
     (shard,) = shards_of(RolloutBatch(rollout_id=0, groups=[group]), gbs=2, mbs=2, algorithm=algorithm)
     found = {sample.index: (sample.trajectory_tokens, sample.reward) for sample in shard.samples}
-    found.pop(FILLER_INDEX, None)
     assert found == {0: (4, -0.5), 1: (4, -0.5), 2: (4, 0.5)}
     assert (shard.steps[0].global_trajectories, shard.steps[0].global_tokens) == (2, 8)
 
@@ -486,18 +491,6 @@ def test_padding_for_context_parallelism_counts_against_the_limit():
     assert [len(positions) for positions in shard.steps[0].micro_batches] == [3, 3, 2]
 
 
-def test_a_virtual_pipeline_gets_multiples():
-    batch = make_batch([24], list(range(24)))
-    shards = shards_of(batch, dp=2, mbs=3, virtual_pipeline_group=4)
-    assert [len(shard.steps[0].micro_batches) for shard in shards] == [4, 4]
-    shards = shards_of(make_batch([12, 8, 4]), dp=2, mbs=6, virtual_pipeline_group=2, keep_groups_together=True)
-    assert [len(shard.steps[0].micro_batches) for shard in shards] == [2, 2]
-    (shard,) = shards_of(make_batch([3, 3, 2]), mbs=4, virtual_pipeline_group=2, keep_groups_together=True)
-    assert sorted(map(len, shard.steps[0].micro_batches)) == [1, 2, 2, 3]
-    shards = shards_of(batch, dp=2, use_dynamic_batch_size=True, max_tokens_per_gpu=80, virtual_pipeline_group=4)
-    assert [len(shard.steps[0].micro_batches) for shard in shards] == [4, 4]
-
-
 def test_ranks_are_balanced_by_the_cost_asked_for():
     """By tokens the long response needs three of the others with it; by a quadratic cost none but the least."""
     lengths = [60, 20, 20, 20, 20, 20, 20, 20]
@@ -516,20 +509,16 @@ def test_ranks_are_balanced_by_the_cost_asked_for():
         ({"use_dynamic_batch_size": True}, "--use-dynamic-batch-size needs a limit to go by; set --max-tokens-per-gpu"),
         ({"max_tokens_per_gpu": 0}, "--max-tokens-per-gpu 0 must be 1 or more"),
         ({"context_parallel_size": 0}, "context-parallel size 0 must be 1 or more"),
-        ({"virtual_pipeline_group": 0}, "virtual-pipeline group 0 must be 1 or more"),
+        ({"micro_batch_size": 4}, "6 must be .* size 2 × --micro-batch-size 4 = 8; set it to 8"),
         (
-            {"virtual_pipeline_group": 2},
-            "6 must be .* size 2 × --micro-batch-size 3 × virtual-pipeline group 2 = 12; set it to 12",
-        ),
-        (
-            {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 9, "virtual_pipeline_group": 4},
-            "leaves some micro-batches without a sample: there are 2 data-parallel ranks × 4 .* set it to 8 or more",
+            {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 9, "global_batch_size": 1},
+            "leaves some micro-batches without a sample: there are 2 data-parallel ranks × 1 .* set it to 2 or more",
         ),
     ],
 )
 def test_sizes_that_leave_a_micro_batch_without_samples(sizes, message):
     good = {"num_samples": 12, "global_batch_size": 6, "data_parallel_size": 2, "micro_batch_size": 3}
-    check_batch_sizes(**good, use_dynamic_batch_size=True, max_tokens_per_gpu=9, virtual_pipeline_group=3)
+    check_batch_sizes(**good, use_dynamic_batch_size=True, max_tokens_per_gpu=9)
     with pytest.raises(ConfigError, match=message):
         check_batch_sizes(**(good | sizes))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
@@ -140,3 +141,19 @@ def words(flags: dict[str, str | None]) -> list[str]:
 @pytest.fixture
 def to_words():
     return words
+
+
+@pytest.fixture(scope="module")
+def group(request):
+    """A placement group of a Ray with two trainer ranks and an engine, which has the classes of the test's file."""
+    from slime_launch.calls import Watch
+    from slime_launch.config import ClusterConfig
+    from slime_launch.placement import plan_layout, reserve
+    from slime_launch.ray_runtime import ray_runtime
+
+    cluster = ClusterConfig(actor_num_gpus_per_node=2, rollout_num_gpus=1)
+    with ray_runtime(cluster, address=None) as runtime:
+        import ray
+
+        ray.cloudpickle.register_pickle_by_value(sys.modules[request.module.__name__])  # which no worker can import
+        yield reserve(plan_layout(cluster, cuda=runtime.cuda), timeout=60, watch=Watch())

@@ -8,22 +8,14 @@ import pytest
 
 from slime_core.errors import SlimeError
 from slime_launch.canary import Canary
+from slime_launch.derived import canary_limit
 from slime_launch.errors import RunError
 from slime_launch.flags import parse_train
-from slime_launch.validate import canary_limit
 from slime_rollout.engine import WeightSyncError
-from slime_rollout.engine.config import WeightSyncConfig
-from slime_rollout.generation_service import ChannelSpec
+from slime_rollout.engine.channels import ChannelSpec
 
 SHAPE = types.SimpleNamespace(vocab_size=50, num_experts=None, moe_router_topk=None)
-CHANNEL = ChannelSpec(
-    sync=WeightSyncConfig(),
-    engine_urls=("http://a", "http://b"),
-    tp_size=1,
-    hf_checkpoint="",
-    receivers=(),
-    colocate=False,
-)
+CHANNEL = ChannelSpec(("http://a", "http://b"))
 
 
 class Halves:
@@ -38,7 +30,7 @@ class Halves:
         assert all(sample.loss_mask[-1] for sample in shard.samples)
         return [np.full(sample.response_length, -2.0) for sample in shard.samples]
 
-    def score(self, urls, tokens):
+    def canary_log_probs(self, urls, tokens):
         self.calls.append("engines")
         count = sum(len(row) - 1 for row in tokens.rows)
         decoded = [-50.0 + self.decoded, -50.0] * (len(tokens.continuations) // 2)
@@ -162,9 +154,9 @@ def test_a_difference_in_decoding_alone_ends_the_run(halves):
         ({"--bf16": None}, 0.4),
         ({"--weight-canary-limit": "0.03"}, 0.03),
         ({"--weight-canary-limit": "0"}, 0.0),
-        ({"--debug-rollout-only": None}, 0.0),
     ],
 )
 def test_the_limit_is_the_flags_or_that_of_the_type(flags, to_words, given, limit):
     flags.update(given)
-    assert canary_limit(parse_train(to_words(flags))) == limit
+    settings = parse_train(to_words(flags))
+    assert canary_limit(settings.engine, settings.megatron, settings.rollout) == limit

@@ -10,9 +10,9 @@ from slime_core.errors import ConfigError
 from slime_core.types import WeightUpdate
 from slime_launch.flags import parse_train
 from slime_launch.processes import Place
-from slime_launch.trainers import Channels, TrainerGroup, TrainerRank
-from slime_rollout.engine import WeightSyncError
-from slime_rollout.generation_service import ChannelSpec, GenerationService, GenerationSpec, start_receiver
+from slime_launch.trainers import TrainerGroup, TrainerRank
+from slime_rollout.engine.channels import ChannelSpec
+from slime_rollout.serving_engines import GenerationSpec, ServingEngines, start_receiver
 from slime_rollout.weights import DeltaWeightChannel, DiskWeightChannel, DistributedWeightChannel, TensorWeightChannel
 
 
@@ -22,14 +22,7 @@ def engine_flags(*words):
 
 
 def spec(*words, **more):
-    given = {
-        "engine_urls": ("http://127.0.0.1:9",),
-        "tp_size": 1,
-        "hf_checkpoint": "hf",
-        "receivers": (),
-        "colocate": False,
-    }
-    return ChannelSpec(sync=engine_flags(*words).engine, **given | more)
+    return ChannelSpec(("http://127.0.0.1:9",), sync=engine_flags(*words).engine, hf_checkpoint="hf", **more)
 
 
 DISK = ("--update-weight-transport", "disk", "--update-weight-disk-dir", "d")
@@ -50,13 +43,15 @@ DELTA = (*DISK, "--update-weight-mode", "delta", "--update-weight-local-checkpoi
 def test_flags_choose_the_channel(words, kind):
     channel = pickle.loads(pickle.dumps(spec(*words, receivers=("http://r",)))).open()
     assert type(channel) is kind
-    assert channel.pause_mode == ("in_place" if "in_place" in words else "retract")
-    assert channel.check == ("--check-weight-update-equal" in words)
-    assert getattr(channel, "keep_files", False) == ("--update-weight-disk-keep-files" in words)
+    told = channel.spec.sync
+    assert told.update_weight_pause_mode == ("in_place" if "in_place" in words else "retract")
+    assert told.check_weight_update_equal == ("--check-weight-update-equal" in words)
+    assert told.update_weight_disk_keep_files == ("--update-weight-disk-keep-files" in words)
 
 
 def test_colocated_tensors_stay_on_their_gpu():
-    assert spec(colocate=True).open().cuda_ipc and not spec().open().cuda_ipc
+    on_a_gpu = types.SimpleNamespace(is_cuda=True)
+    assert spec(colocate=True).open()._stays(on_a_gpu) and not spec().open()._stays(on_a_gpu)
 
 
 def rollout_spec(*words):
@@ -89,9 +84,9 @@ class Fleet:
 
 
 def host(spec):
-    service = GenerationService(spec)
-    service._engines = Fleet()
-    return service
+    engines = ServingEngines(spec)
+    engines._fleet = Fleet()
+    return engines
 
 
 def test_each_engine_gets_deltas_from_the_receiver_on_its_machine():
@@ -99,7 +94,7 @@ def test_each_engine_gets_deltas_from_the_receiver_on_its_machine():
     assert given.begin_update().receivers == ("http://a:9", "http://b:9", "http://a:9")
     behind = given.begin_update(only_behind=True)
     assert behind.receivers == ("http://b:9", "http://a:9")
-    assert behind.open().receivers == behind.receivers
+    assert behind.open().spec == behind
     assert host(rollout_spec(*TOLD, "c:9")).begin_update(only_behind=True).receivers == ("http://c:9",) * 2
     with pytest.raises(ConfigError, match=r"b:8 c:9 has 0 on the machine of http://a:2; give one on each, .*: a:PORT"):
         host(rollout_spec(*TOLD, "b:8", "c:9")).begin_update(only_behind=True)
@@ -107,20 +102,20 @@ def test_each_engine_gets_deltas_from_the_receiver_on_its_machine():
 
 def test_requests_before_amid_and_after_an_update_in_place_share_no_cached_prefixes():
     given = host(rollout_spec("--update-weight-pause-mode", "in_place"))
-    names = [given._namespace()]
+    names = [given.namespace()]
     given.begin_update()
-    names.append(given._namespace())
+    names.append(given.namespace())
     given.confirm_update(3)
-    names.append(given._namespace())
-    assert len(set(names)) == 3 and given._engines.version == 3
+    names.append(given.namespace())
+    assert len(set(names)) == 3 and given._fleet.version == 3
 
 
 def test_cached_prefixes_are_kept_where_no_engine_is_behind():
     given = host(rollout_spec("--update-weight-pause-mode", "in_place"))
-    before = given._namespace()
-    given._engines.engine_urls = ()
+    before = given.namespace()
+    given._fleet.engine_urls = ()
     assert given.begin_update(only_behind=True).engine_urls == ()
-    assert given._namespace() == before
+    assert given.namespace() == before
 
 
 def test_a_channel_to_engines_that_are_others_now_is_closed_first():
@@ -129,37 +124,37 @@ def test_a_channel_to_engines_that_are_others_now_is_closed_first():
             return channel
 
     rank = TrainerRank.__new__(TrainerRank)
-    rank._worker, rank._channel, rank._rank = Sender(), None, 2
+    rank.held, rank._channel, rank._rank = Sender(), None, 2
 
     def push(version, spec):
-        return rank.call("push", WeightUpdate(version=version), Channels({2: spec}), (2,))
+        return rank.push(WeightUpdate(version=version), {2: spec})
 
     first = push(1, spec())
     assert push(2, spec()) is first
     closed = []
     first.close = lambda: closed.append(True)
     other = push(3, dataclasses.replace(spec(), engine_urls=("http://f",)))
-    assert closed and other.engine_urls == ("http://f",)
-    assert rank.call("push", WeightUpdate(version=4), Channels({0: spec()}), (0,)) is None  # which is not its to send
+    assert closed and other.spec.engine_urls == ("http://f",)
+    assert rank.push(WeightUpdate(version=4), {0: spec()}) is None  # which is not its to send
 
 
-def test_in_shared_memory_the_first_rank_of_each_node_sends_to_the_engines_there(monkeypatch):
+def test_all_ranks_are_told_which_of_them_send_and_where(monkeypatch):
     monkeypatch.setattr("slime_launch.trainers.live_nodes", lambda: {"a": "10.0.0.1", "b": "10.0.0.2"})
-    trainers = TrainerGroup.__new__(TrainerGroup)
+    trainers, asked = TrainerGroup.__new__(TrainerGroup), []
 
-    def on(*nodes):
-        workers = [types.SimpleNamespace(place=lambda node=node: Place(node, None)) for node in nodes]
-        trainers._workers = workers
+    def start_on_all(ranks, method, *given):
+        asked.append((method, *given))
+        return types.SimpleNamespace(wait=lambda on_poll: ["the first rank's"])
 
-    urls = ("http://10.0.0.1:1", "http://10.0.0.2:2", "http://10.0.0.2:3")
+    monkeypatch.setattr("slime_launch.trainers.start_on_all", start_on_all)
+    places = [None if node is None else Place(node, None) for node in ("a", None, "b")]
+    trainers._ranks, trainers._workers = (
+        [],
+        [types.SimpleNamespace(place=lambda place=place: place) for place in places],
+    )
+    urls = ("http://10.0.0.2:2", "http://10.0.0.1:1")
     given = dataclasses.replace(spec("--update-weight-transport", "tensor"), engine_urls=urls)
-    on("a", "a", "b", "b")
-    found = trainers._channels(given)
-    assert {rank: each.engine_urls for rank, each in found.items()} == {0: urls[:1], 2: urls[1:]}
-    gloo = dataclasses.replace(spec("--update-weight-transport", "gloo"), engine_urls=urls)
-    assert trainers._channels(gloo) == {0: gloo}
-    on("a", "a")
-    assert trainers._channels(given) == {0: given}  # whose engines may be on the loopback address
-    on("a", "c")
-    with pytest.raises(WeightSyncError, match=r"no trainer rank is on the node of http://10\.0\.0\.2:2"):
-        trainers._channels(given)
+    assert trainers.push_weights(given, 7, on_poll=None) == "the first rank's"
+    [(method, update, channels)] = asked
+    assert (method, update.version) == (TrainerRank.push, 7)
+    assert {rank: each.engine_urls for rank, each in channels.items()} == {0: urls[1:], 2: urls[:1]}

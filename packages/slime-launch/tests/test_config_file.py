@@ -1,30 +1,11 @@
 """The file of --config, where each value came from, and what is written down of it."""
 
-import dataclasses
-import json
-import platform
-import sys
-
 import pytest
-import torch
 
-import slime_launch.megatron_flags
 from slime_core.errors import ConfigError
 from slime_launch.config_file import with_config
 from slime_launch.flags import parse_train
-from slime_launch.preflight import Checked
-from slime_launch.redact import HIDDEN, without_secrets
-from slime_launch.resolved import FILE_NAME, installed, packages, write_resolved
-from slime_launch.resume import StartWeights
-from slime_launch.train import with_facts
-
-
-def as_file(flags, path):
-    """The flags of a command as a YAML file; JSON is YAML."""
-    path.write_text(
-        json.dumps({name.removeprefix("--").replace("-", "_"): value or True for name, value in flags.items()})
-    )
-    return str(path)
+from support.config_files import as_file
 
 
 def test_a_file_gives_the_same_settings_as_words_and_the_command_line_wins(flags, to_words, tmp_path):
@@ -198,86 +179,6 @@ def test_a_file_that_cannot_be_used(name, text, message, tmp_path):
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=message):
         with_config(["--config", str(tmp_path / name)])
-
-
-def a_checked(settings):
-    return Checked(
-        settings=settings, shape=None, manifest=None, weights=StartWeights(load="l", ref_load="r"), overrides={},
-        topology=None, num_engines=1,
-    )  # fmt: skip
-
-
-def test_what_is_written_has_values_origins_and_no_secrets(flags, to_words, tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef-secret")
-    monkeypatch.setenv("SLIME_TEST_VALUE", "here 0123456789abcdef-secret there")
-    file = as_file({"--lr": "2e-5"}, tmp_path / "run.yaml")
-    words = [*to_words({name: value for name, value in flags.items() if name != "--global-batch-size"})]
-    settings = parse_train([*words, "--config", file, "--rm-url", "http://me:hunter22@h:1/x", "--rm-type", "remote_rm"])
-    checked = a_checked(settings)
-    write_resolved(checked, tmp_path)
-    text = (tmp_path / FILE_NAME).read_text()
-    write_resolved(dataclasses.replace(checked, packages=packages(settings)), tmp_path)
-    assert (tmp_path / FILE_NAME).read_text() == text
-    text = (tmp_path / FILE_NAME).read_text()
-    rows = json.loads(text)["settings"]
-    assert rows["lr"] == {"value": 2e-5, "origin": "config file"}
-    assert rows["num_rollout"] == {"value": 2, "origin": "command line"}
-    assert rows["global_batch_size"] == {"value": 8, "origin": "derived"}
-    assert rows["seed"]["origin"] == "default"
-    assert rows["rm_url"]["value"] == f"http://{HIDDEN}@h:1/x"
-    assert "abcdef-secret" not in text
-    assert "hunter22" not in text
-    assert json.loads(text)["packages"] == installed(sys.executable)
-
-
-def test_what_is_written_is_the_environment_of_the_command_and_not_what_ray_adds(
-    flags, to_words, tmp_path, monkeypatch
-):
-    for name in ("RAY_AUTH_MODE", "SLIME_TEST_VALUE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("SLIME_TEST_VALUE", "1")
-    settings = parse_train([*to_words(flags)])
-    monkeypatch.setattr(slime_launch.megatron_flags, "argument_notes", lambda *_: [])  # which needs a model
-    checked = with_facts(a_checked(settings))
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    write_resolved(checked, tmp_path)
-    environment = json.loads((tmp_path / FILE_NAME).read_text())["environment"]
-    assert environment["SLIME_TEST_VALUE"] == "1" and "RAY_AUTH_MODE" not in environment
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--no-colocate", "--rollout-num-gpus", "1"], (False, False, True)),
-        (["--colocate"], (True, True, True)),
-        (["--colocate", "--no-offload-train", "--no-rollout-skip-special-tokens"], (False, True, False)),
-        (["--no-colocate", "--rollout-num-gpus", "1", "--offload"], (True, True, True)),
-    ],
-)
-def test_switches_that_are_on_by_default_are_written_as_they_are_in_effect(words, expected, flags, to_words, tmp_path):
-    write_resolved(a_checked(parse_train([*to_words(flags), *words])), tmp_path)
-    rows = json.loads((tmp_path / FILE_NAME).read_text())["settings"]
-    names = ("offload_train", "offload_rollout", "rollout_skip_special_tokens")
-    assert tuple(rows[name]["value"] for name in names) == expected
-
-
-def test_versions_of_an_interpreter_that_is_here(tmp_path):
-    found = installed(sys.executable)
-    assert found["python"] == platform.python_version() and found["torch"] == torch.__version__
-    assert installed(str(tmp_path / "python")) is None and installed("/bin/false") is None
-
-
-def test_secrets_are_known_by_name_by_form_and_by_the_environment():
-    values = {
-        "wandb_key": "abc", "sglang_api_key": "k", "input_key": "prompt", "max_tokens_per_gpu": 9,
-        "train_env_vars": '{"OPENAI_API_KEY": "sk-x", "A": "b"}', "note": "hf_0123456789abcdefXYZ", "plain": "text",
-        "url": "http://h/x?api_key=12345&y=1", "list": ["Bearer zzzz", "fine"], "empty_token": None,
-    }  # fmt: skip
-    assert without_secrets(values, {}) == {
-        "wandb_key": HIDDEN, "sglang_api_key": HIDDEN, "input_key": "prompt", "max_tokens_per_gpu": 9,
-        "train_env_vars": f'{{"OPENAI_API_KEY": "{HIDDEN}", "A": "b"}}', "note": HIDDEN, "plain": "text",
-        "url": f"http://h/x?api_key={HIDDEN}&y=1", "list": [f"Bearer {HIDDEN}", "fine"], "empty_token": None,
-    }  # fmt: skip
 
 
 @pytest.mark.timeout(60)

@@ -11,12 +11,11 @@ from slime_convert.quantize import Fp8Format
 from slime_core.errors import ConfigError, SlimeError
 from slime_launch import derived
 from slime_launch import flags as launch_flags
-from slime_launch.derived import SLOW_BF16, computes_bfloat16, precision_notes
+from slime_launch.derived import SLOW_BF16, computes_bfloat16, engine_dtype, global_batch_size, precision_notes
 from slime_launch.flags import parse_train, read_train
 from slime_launch.plan.engines import engine_weights
 from slime_launch.preflight import preflight
 from slime_launch.resume import start_notes
-from slime_launch.validate import engine_dtype, global_batch_size
 
 
 @pytest.fixture
@@ -67,13 +66,15 @@ def test_a_learning_rate_decays_over_the_whole_run(small, to_words, given, iters
 def test_precision_follows_the_machine_unless_it_is_given(small, to_words):
     settings = parse_train(to_words(small))
     assert (settings.megatron.bf16, settings.megatron.use_distributed_optimizer) == (False, False)
-    assert precision_notes(settings) == ["computes in fp32, the default without CUDA; --bf16 changes that"]
+    [note] = precision_notes(settings.megatron, settings.origins)
+    assert note == "computes in fp32, the default without CUDA; --bf16 changes that"
 
 
 @pytest.mark.parametrize(("able", "notes"), [(True, []), (False, [SLOW_BF16])])
 def test_bf16_that_the_processor_does_not_compute_is_said(small, to_words, monkeypatch, able, notes):
     monkeypatch.setattr(derived, "computes_bfloat16", lambda: able)
-    assert precision_notes(parse_train([*to_words(small), "--bf16"])) == notes
+    settings = parse_train([*to_words(small), "--bf16"])
+    assert precision_notes(settings.megatron, settings.origins) == notes
 
 
 def test_what_a_processor_computes_is_read_from_the_kernel(tmp_path):
@@ -89,11 +90,12 @@ def test_on_cuda_it_is_bf16_with_the_distributed_optimizer(small, to_words):
     """What would be set there; it was not run there."""
     settings = parse_train(to_words(small))
     assert (settings.megatron.bf16, settings.megatron.use_distributed_optimizer) == (True, True)
-    assert engine_dtype(settings) == "bfloat16"
-    assert precision_notes(settings) == ["computes in bfloat16, the default on CUDA; --fp32 changes that"]
+    assert engine_dtype(settings.megatron, settings.rollout) == "bfloat16"
+    [note] = precision_notes(settings.megatron, settings.origins)
+    assert note == "computes in bfloat16, the default on CUDA; --fp32 changes that"
     plain = parse_train([*to_words(small), "--fp32"])
     assert (plain.megatron.bf16, plain.megatron.use_distributed_optimizer) == (False, True)
-    assert engine_dtype(plain) == "float32"
+    assert engine_dtype(plain.megatron, plain.rollout) == "float32"
     whole = parse_train([*to_words(small), "--no-use-distributed-optimizer"])
     assert (whole.megatron.bf16, whole.megatron.use_distributed_optimizer) == (True, False)
 
@@ -136,14 +138,14 @@ def test_without_a_checkpoint_in_load_the_run_begins_with_the_reference(flags, t
     checked = preflight(parse_train(to_words(flags)))
     release = str((workspace / "dist" / "release").resolve())
     assert (checked.weights.load, checked.weights.ref_load) == (release, release)
-    [note] = start_notes(checked.settings, checked.manifest, checked.weights)
+    [note] = start_notes(checked.settings.megatron, checked.manifest, checked.weights)
     assert note == f"--load {load} holds no checkpoint, so the run begins with --ref-load {release}"
 
 
 def test_a_checkpoint_in_load_is_begun_with_and_a_broken_one_is_no_reason_for_another(flags, to_words, workspace):
     flags |= {"--load": str(workspace / "dist"), "--ref-load": str(workspace / "dist")}
     checked = preflight(parse_train(to_words(flags)))
-    assert start_notes(checked.settings, checked.manifest, checked.weights) == []
+    assert start_notes(checked.settings.megatron, checked.manifest, checked.weights) == []
     broken = workspace / "broken"
     broken.mkdir()
     (broken / "latest_checkpointed_iteration.txt").write_text("3")
@@ -163,7 +165,7 @@ def test_a_run_begins_with_the_weights_of_a_legacy_checkpoint(flags, to_words, w
     torch.save(state, directory / "mp_rank_00" / "model_optim_rng.pt")
     checked = preflight(settings)
     assert checked.weights.load == str(directory.resolve())
-    [note] = start_notes(checked.settings, checked.manifest, checked.weights)
+    [note] = start_notes(checked.settings.megatron, checked.manifest, checked.weights)
     assert note.endswith("is a legacy checkpoint (format torch): its weights are loaded, its optimizer is not")
 
 
@@ -176,7 +178,7 @@ def test_a_quantized_model_gives_first_weights_but_no_engines_without_a_gpu(flag
     weights = {"model.layers.0.mlp.up_proj.weight": torch.ones(8, 8).to(torch.float8_e4m3fn)}
     save_file(weights, quantized / "model.safetensors")
     checked = preflight(parse_train(to_words(flags | {"--load": str(quantized)})))
-    [note] = start_notes(checked.settings, checked.manifest, checked.weights)
+    [note] = start_notes(checked.settings.megatron, checked.manifest, checked.weights)
     assert note == f"the weights of {quantized} are quantized ({form}): training begins with what they stand for"
     settings = parse_train(to_words(flags | {"--hf-checkpoint": str(quantized)}))
     with pytest.raises(SlimeError, match=rf"{quantized} is quantized .* on GPUs alone; give it in bfloat16"):

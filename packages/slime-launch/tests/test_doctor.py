@@ -1,5 +1,4 @@
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -72,34 +71,3 @@ def test_the_exit_code(level, code, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "check_machine", lambda *args: [doctor.Finding(level, "this and that")])
     assert main(["doctor"]) == code
     assert capsys.readouterr().out == f"{level:<8} this and that\n"
-
-
-def complete(script, *words, shell="bash"):
-    state = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}"
-    program = f'{script}\n{state}; _slime_launch\necho "${{COMPREPLY[@]}}"'
-    done = subprocess.run([shell, "-c", program], capture_output=True, text=True, timeout=240, check=True)
-    return done.stdout.split()
-
-
-def test_completion_in_bash(capsys):
-    assert main(["completion", "bash"]) == 0
-    script = capsys.readouterr().out
-    assert complete(script, "slime-launch", "tr") == ["train", "train-async"]
-    assert complete(script, "slime-launch", "train", "--num-r") == ["--num-rollout"]
-    assert complete(script, "slime-launch", "train", "--kl-loss-type", "low") == ["low_var_kl"]
-    assert complete(script, "slime-launch", "completion", '""') == ["bash", "zsh"]
-    assert complete(script, "slime-launch", "plan", "--gpus-per") == ["--gpus-per-node"]
-    assert complete(script, "slime-launch", "train", "--gpus-per") == []
-
-
-def test_completion_in_zsh(capsys):
-    assert main(["completion", "zsh"]) == 0
-    script = capsys.readouterr().out
-    assert "--kl-loss-type) compadd -- " in script
-    if shutil.which("zsh"):
-        subprocess.run(["zsh", "-n"], input=script, text=True, timeout=240, check=True)
-
-
-def test_completion_of_another_shell(capsys):
-    assert main(["completion", "fish"]) == 2
-    assert "allowed: bash, zsh" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import pytest
 
 from slime_launch.calls import Watch
 from slime_launch.config import ClusterConfig
-from slime_launch.engine_nodes import EngineRoom, NodeLauncher
+from slime_launch.engine_nodes import EngineSeats, NodeLauncher
 from slime_launch.placement import Placement, place_run, plan_layout
 from slime_launch.ray_runtime import AGENT_WAITS, keep_to_this_user, without_services
 from slime_rollout.engine import EngineStartError, NoRoomError
@@ -64,7 +64,7 @@ def launcher_of(
     config = EngineConfig(sglang_python=str(python), rollout_num_gpus_per_engine=gpus_per_engine)
     number = len(place.rollout) // gpus_per_engine
     specs = equal_specs(EngineSpec(model_path=str(directory), device="cuda"), number + spare, config)
-    return NodeLauncher(EngineRoom.of(place, number, directory, spare=spare), config), specs
+    return NodeLauncher(EngineSeats.of(place, number, directory, spare=spare), config), specs
 
 
 def wait_until(condition, seconds=60.0):

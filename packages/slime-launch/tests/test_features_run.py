@@ -74,7 +74,7 @@ def take_steps(commands, workspace):
     for start in range(0, len(given), AT_ONCE):
         file = workspace / "commands.json"
         file.write_text(json.dumps(dict(given[start : start + AT_ONCE])))
-        program = [sys.executable, "-W", "ignore", str(TESTS / "step_program.py"), str(file)]
+        program = [sys.executable, "-W", "ignore", str(TESTS / "support" / "step_program.py"), str(file)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(program, capture_output=True, text=True, timeout=SECONDS, env=environment)
         assert done.returncode == 0, done.stderr[-2000:]

@@ -20,9 +20,9 @@ from slime_launch.report import Report, make_report, write_report
 from slime_launch.resolved import FILE_NAME, write_resolved
 from slime_launch.resume import StartWeights
 from slime_launch.tracking import Tracker, read_rows
-from slime_megatron import debugging
-from slime_megatron.peft import write_adapter
-from slime_megatron.trained import Lora
+from slime_megatron.checkpoints.peft import write_adapter
+from slime_megatron.settings.trained import Lora
+from slime_megatron.step import debugging
 from slime_rollout.data import offline
 from slime_rollout.engine.topology_plan import ServedModel, ServerGroup
 from slime_rollout.eval_sets import KEYS

@@ -34,11 +34,11 @@ from slime_launch.console import RunConsole
 from slime_launch.devices import find_device
 from slime_launch.errors import Problems
 from slime_launch.flags import parse_train, read_train, train_groups
-from slime_launch.loop import eval_due_at
 from slime_launch.plan.build import make_plan
 from slime_launch.ray_runtime import _embedded_options
+from slime_launch.resume import RunState
 from slime_launch.wandb_run import WandbRun
-from slime_megatron.core_values import slime_values
+from slime_megatron.settings.megatron_values import slime_values
 from slime_rollout.engine.router import router_command
 from slime_rollout.engine.server import EngineSpec, equal_specs, server_command, server_environment
 from slime_rollout.eval_sets import read_eval_sets
@@ -181,7 +181,7 @@ def loss(algorithm):
 
 def rates(megatron):
     """The learning rate of the first steps."""
-    from slime_megatron.optimizer import build_scheduler
+    from slime_megatron.step.optimizer import build_scheduler
 
     optimizer = torch.optim.Adam([torch.zeros(1, requires_grad=True)], lr=megatron.lr)
     scheduler = build_scheduler(optimizer, megatron)
@@ -256,13 +256,15 @@ def tracked(settings):
 
 def evaluations(settings):
     """The rollouts after which held-out sets are scored."""
-    tracker = types.SimpleNamespace(has_eval=lambda iteration: False)
-    parts = types.SimpleNamespace(settings=settings, tracker=tracker)
-    return [number for number in range(9) if eval_due_at(parts, number)]
+    state, found = RunState(settings, None, None, output_dir=Path("out")), []
+    for number in range(9):
+        found += [number] * state.due.evaluate
+        state.trained(number)
+    return found
 
 
 def critic(settings):
-    from slime_megatron.overrides import role_config
+    from slime_megatron.settings.overrides import role_config
 
     return role_config(settings.megatron, "critic", {})
 
@@ -314,6 +316,8 @@ def test_text(path, test):
     """The text of a test, of the fixtures that it takes, and of the functions and constants that these name."""
     known, folder = definitions(path), path.parent
     while folder != REPOSITORY:
+        for helpers in (folder / "support").glob("*.py") if folder.name == "tests" else ():
+            known = definitions(helpers) | known
         if (folder / "conftest.py").is_file():
             known = definitions(folder / "conftest.py") | known
         folder = folder.parent
@@ -412,12 +416,12 @@ def test_the_first_check_of_an_engine_waits_as_long_as_given(monkeypatch):
 
 
 def test_the_kernel_that_accumulates_gradients_is_left_out_on_request(workspace_here, monkeypatch):
-    from slime_megatron import core_configs
+    from slime_megatron.model import megatron_configs
 
-    monkeypatch.setattr(core_configs.layers, "_grad_accum_fusion_available", True)
+    monkeypatch.setattr(megatron_configs.layers, "_grad_accum_fusion_available", True)
     shape, device = ModelShape.from_hf_config("hf"), types.SimpleNamespace(is_cpu=False)
     found = [
-        core_configs._transformer_values(shape, parse_train(f"{BASE} {more}".split()).megatron, device)
+        megatron_configs._transformer_values(shape, parse_train(f"{BASE} {more}".split()).megatron, device)
         for more in ("", "--no-gradient-accumulation-fusion")
     ]
     assert [values["gradient_accumulation_fusion"] for values in found] == [True, False]

@@ -39,11 +39,14 @@ def make(flags, to_words):
 
     def build(*more: str):
         settings, moves = parse_train([*to_words(flags), *more]), []
+        keeps = settings.rollout.selection.update_weights_interval > 1
         trainers, engines = Half("trainers", moves), Half("engines", moves)
-        if settings.engines_sleep:
+        if settings.kind.engines_sleep:
             engines.sleep()
         del moves[:]
-        return Handover(settings, trainers, engines, RunConsole(io.StringIO())), trainers, engines, moves
+        console = RunConsole(io.StringIO())
+        memory = Handover(settings.kind, trainers, engines, console, keeps_weights=keeps)
+        return memory, trainers, engines, moves
 
     return build
 
@@ -141,6 +144,6 @@ def test_a_run_without_engines_moves_nothing(make):
     _, trainers, engines, moves = make()
     words = "--hf-checkpoint hf --load l --prompt-data p --num-rollout 1 --rollout-batch-size 2 --loss-type sft_loss"
     settings = parse_train([*words.split(), "--colocate"])
-    memory = Handover(settings, trainers, engines, RunConsole(io.StringIO()))
+    memory = Handover(settings.kind, trainers, engines, RunConsole(io.StringIO()))
     step(memory)
     assert moves == [] and memory.row() == {}

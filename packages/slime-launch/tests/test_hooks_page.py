@@ -8,7 +8,7 @@ import pytest
 from slime_core.errors import ConfigError
 from slime_core.hooks import HookArgs
 from slime_core.words import counted
-from slime_megatron.start import FUNCTIONS, load_given
+from slime_megatron.service import FUNCTIONS, given_functions
 from slime_rollout.config import RolloutConfig
 from slime_rollout.hooks import HOOKS
 
@@ -44,7 +44,7 @@ CALLED_BY_NAMES += ("rollout_function_path", "eval_function_path")
 
 def _load(field, path):
     if field in FUNCTIONS:
-        return load_given(SimpleNamespace(**{field: path}), field)
+        return given_functions(SimpleNamespace(**{field: path}))[field]()
     (hook,) = (hook for hook in HOOKS if hook.field == field)
     flags = {field: (path,) if field == "rollout_sample_hook_path" else path}
     if field == "buffer_filter_path":

@@ -9,7 +9,7 @@ from slime_core.flags import flag_specs
 from slime_core.needs import GENERATES, LAGS, ROLLOUTS, SAMPLES, SCORES, TRAINERS, TRAINS, UPDATES, Condition
 from slime_launch.config import CONFIGS
 from slime_launch.flags import read_train
-from slime_launch.idle import idle_notes
+from slime_launch.idle import idle_flags
 from slime_launch.plan.command import PlanConfig
 from slime_launch.replay import ReplayConfig
 from slime_launch.report.command import ReportConfig
@@ -84,7 +84,7 @@ def idle(words):
     """What is refused of a command, and what is only named, as far as it is about flags without effect."""
     settings, problems = read_train(words.split(), on_gpu=False)
     refused = [line for line in problems if "no effect" in line]
-    return settings, refused, [line for line in idle_notes(settings) if "no effect" in line]
+    return settings, refused, [line for line in idle_flags(settings).notes if "no effect" in line]
 
 
 def names(line):

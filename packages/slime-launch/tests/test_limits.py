@@ -10,21 +10,14 @@ from slime_convert.mapping import WeightMap
 from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError, DataError
 from slime_core.types import RolloutBatch, Sample, Status
+from slime_launch.batch_spec import batch_spec
 from slime_launch.cli import main
 from slime_launch.errors import PreflightError
 from slime_launch.flags import parse_train
 from slime_launch.preflight import check_weight_names, preflight
-from slime_launch.shards import (
-    EMPTY,
-    MASKED,
-    NO_ADVANTAGE,
-    NO_STEP,
-    REMOVED,
-    Recipe,
-    check_limits,
-    prepare_rollout,
-)
 from slime_launch.step_metrics import step_cells, step_line
+from slime_rollout.prepare import prepare_rollout
+from slime_rollout.ready import EMPTY, MASKED, NO_ADVANTAGE, NO_STEP, REMOVED
 
 ADDED = {
     "id": 13,
@@ -210,10 +203,10 @@ def sample(index, *, length=3, reward=None, **fields):
 def prepare(flags, to_words):
     def run(samples, **changed):
         settings = parse_train(to_words(flags | changed))
-        recipe = Recipe(settings=settings, shape=SHAPE, data_parallel_size=1, store=None, can_resume=False)
+        spec = batch_spec(settings, SHAPE, 1)
         groups = [samples[at : at + 2] for at in range(0, len(samples), 2)]
         batch = RolloutBatch(rollout_id=0, weight_version=0, groups=groups)
-        return prepare_rollout(batch, recipe, state_dict=dict, put=lambda shard: shard)
+        return prepare_rollout(batch, spec, state_dict=dict, put=lambda shard: shard)
 
     return run
 
@@ -259,17 +252,3 @@ def test_the_table_shows_an_absent_loss():
         {"kind": "rollout", "rollout_id": 0, "perf/step_time": 1.0},
     ]
     assert step_cells(1, 2, rows)["loss"] == "-"
-
-
-@pytest.mark.parametrize(
-    ("tokens", "message"),
-    [
-        ([1, 50], "token 50 is outside the model's vocabulary of 50"),
-        ([1] * 17, "17 tokens with the prompt are more than the model's context of 16"),
-    ],
-)
-def test_whatever_a_rollout_comes_from_its_tokens_are_the_models(tokens, message):
-    one = Sample(index=3, group_index=0, prompt="p", tokens=tokens, response_length=1, reward=0.0)
-    batch = RolloutBatch(rollout_id=4, groups=[[one]])
-    with pytest.raises(DataError, match=f"sample 3 of step 5 is not of this model: {message}"):
-        check_limits(batch.columns(), SHAPE)

@@ -21,6 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import slime_launch.run
 from slime_core.errors import DataError
+from slime_launch.batch_spec import batch_spec
 from slime_launch.calls import Watch
 from slime_launch.console import RunConsole
 from slime_launch.errors import RunError
@@ -30,11 +31,9 @@ from slime_launch.preflight import preflight, with_output
 from slime_launch.report import report_if_finished
 from slime_launch.sources import RecordedRollouts
 from slime_launch.tracking import Tracker, read_rows
+from slime_launch.weights import NothingToSend
 from slime_rollout.store import RolloutStore
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from halves import Clock, Killed, Rollout, Trainers
+from support.halves import Clock, Killed, Rollout, Trainers
 
 
 @pytest.fixture
@@ -79,10 +78,11 @@ def launch(clock, flags, to_words, monkeypatch):
         if checked.manifest is not None and report_if_finished(checked, home / "out"):
             return False
 
-        def start(*_, resume_from, **__):
-            rollout = Rollout(clock)
-            trainers = Trainers(clock, home / "save", Path(flags["--load"]) / "release", resume_from)
-            if checked.settings.engines_sleep:
+        def start(*_, state, **__):
+            how = {"store": state.store, "can_resume": state.can_resume}
+            rollout = Rollout(clock, batch_spec(checked.settings, checked.shape, 1, **how))
+            trainers = Trainers(clock, home / "save", Path(flags["--load"]) / "release", state.resume_from)
+            if checked.settings.kind.engines_sleep:
                 rollout.sleep()
             return trainers, rollout
 
@@ -205,6 +205,22 @@ def test_weights_may_be_sent_less_often_and_a_killed_run_ends_the_same(clock, la
         clock.names, clock.deadly = [], None
         launch(home, 7, **often)
         assert end(home) == expected, f"killed at {point}"
+
+
+def test_weights_are_sent_when_they_are_due_whatever_was_logged(clock, launch, tmp_path, monkeypatch):
+    """An evaluation that metrics.jsonl has is not made again, but the weights that are due with it are sent."""
+    seldom = {"update_weights_interval": "4", "save_interval": "9", "eval_interval": "2"}
+
+    def sent() -> list[str]:
+        return [name for name in clock.names if name.startswith(("push", "evaluate"))]
+
+    assert launch(tmp_path / "whole", 5, **seldom)
+    pushes = [name for name in sent() if name.startswith("push")]
+    assert pushes == ["push 0", "push 2", "push 4", "push 5"]
+    monkeypatch.setattr(Tracker, "has_eval", lambda self, iteration: True)
+    clock.names = []
+    assert launch(tmp_path / "logged", 5, **seldom)
+    assert sent() == pushes
 
 
 def test_a_secret_is_in_no_file_of_a_run_and_not_sent(launch, flags, tmp_path, monkeypatch):
@@ -359,11 +375,11 @@ def test_a_trainer_that_dies_ends_the_generation(clock, flags, to_words, tmp_pat
     trainers = Dead(clock, tmp_path, tmp_path, None)
     parts = Parts(
         settings=parse_train(to_words(flags)),
-        shape=None,
         trainers=trainers,
-        rollout=Rollout(clock),
+        rollout=Rollout(clock, None),
         memory=types.SimpleNamespace(to_generate=lambda: None),
-        canary=types.SimpleNamespace(is_pending=False),
+        training=None,
+        sending=NothingToSend(),
         state=Nothing(),
         tracker=None,
         console=RunConsole(io.StringIO()),
@@ -382,9 +398,9 @@ def test_a_version_is_the_same_weights_on_engines_that_were_replaced(
     flags["--rollout-num-gpus"] = "1"
     prepare = Rollout.prepare
 
-    def prepare_without_an_engine(self, rollout_id, recipe):
+    def prepare_without_an_engine(self, rollout_id):
         self.behind = rollout_id == replaced
-        return prepare(self, rollout_id, recipe)
+        return prepare(self, rollout_id)
 
     monkeypatch.setattr(Rollout, "prepare", prepare_without_an_engine)
     launch(tmp_path / "run", 5, update_weights_interval="4", save_interval="9", eval_interval="9")

@@ -96,18 +96,18 @@ def test_upstreams_flags_of_an_offloaded_optimizer_run_on_a_cpu(words):
     upstream = ["--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d", "--use-precision-aware-optimizer"]
     settings = parse_train([*words, *upstream])
     found = preflight(settings)
-    [note] = argument_notes(settings, found.shape)
+    [note] = argument_notes(settings.megatron, found.shape)
     assert all(f"{word} has no effect (" in note for word in upstream)
     assert changed_flags(settings.flags(), parse_train(words).flags()) == []
 
 
 def test_what_has_no_effect_is_said_in_one_line(words):
     settings = parse_train([*words, "--use-precision-aware-optimizer", "--moe-enable-deepep"])
-    assert argument_notes(settings, check_shape(settings)) == [
+    assert argument_notes(settings.megatron, check_shape(settings.rollout, settings.shape)) == [
         "Megatron's arguments: --use-precision-aware-optimizer has no effect (the optimizer's state is fp32); "
         "--moe-enable-deepep has no effect (the model has no experts)"
     ]
-    assert argument_notes(parse_train(words), check_shape(settings)) == []
+    assert argument_notes(parse_train(words).megatron, check_shape(settings.rollout, settings.shape)) == []
 
 
 def test_a_run_goes_on_with_the_same_arguments_but_for_those_without_effect():

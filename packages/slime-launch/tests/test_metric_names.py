@@ -27,16 +27,22 @@ from slime_launch.flags import parse_train
 from slime_launch.handover import Handover
 from slime_launch.loop import timed
 from slime_launch.metric_names import absent, entry_of, table, unlisted
-from slime_launch.shards import ReadyRollout, train_pass_rates
 from slime_launch.step_metrics import eval_row, held_out_row, rollout_row, train_rows
 from slime_launch.tracking import Tracker, read_rows
-from slime_megatron import step, worker
-from slime_megatron.losses import LOSSES, LossInputs
-from slime_megatron.roles import TrainedModel
-from slime_megatron.routing import changed
-from slime_megatron.trainer_hooks import TrainerHooks
+from slime_megatron.model.routing import changed
+from slime_megatron.settings.trainer_hooks import TrainerHooks
+from slime_megatron.step import passes as step
+from slime_megatron.step.losses import LOSSES, LossInputs
+from slime_megatron.worker import MegatronWorker, role_passes
+from slime_megatron.worker import reports as rank_reports
+from slime_megatron.worker.export import PolicyExport
+from slime_megatron.worker.reports import RankReports
+from slime_megatron.worker.role_passes import RolePasses
+from slime_megatron.worker.trained_model import TrainedModel
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data_service import DataService, DataSpec
+from slime_rollout.prepare import train_pass_rates
+from slime_rollout.ready import ReadyRollout
 from slime_rollout.rollout import RolloutManager
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "metrics_page.py"
@@ -71,53 +77,8 @@ class Sums:
         return np.zeros((0, 3), np.uint32)
 
 
-class AloneAtWork:
-    """A worker's own naming of metrics, on one rank, without a model: what the model gives is given."""
-
-    _evaluate = worker.MegatronWorker._evaluate
-    _optimize = worker.MegatronWorker._optimize
-    _packed = worker.MegatronWorker._packed
-    _train = worker.MegatronWorker._train
-    _turn_of = worker.MegatronWorker._turn_of
-    _release = worker.MegatronWorker._release
-    _background = None
-    _takes_turns = False
-    _hooks = TrainerHooks({}, HookArgs({}))
-
-    def __init__(self, algorithm, loss):
-        self.config = types.SimpleNamespace(
-            use_routing_replay=False,
-            save_debug_train_data=None,
-            num_critic_only_steps=0,
-            ref_update_interval=None,
-            reset_optimizer_states=False,
-            bf16=True,
-        )
-        self.algorithm, self._loss = algorithm, loss
-        self._output_dir, self._spans, self._sums = Path(), [], Sums()
-        self._device = types.SimpleNamespace(is_cpu=False, torch_device=torch.device("cpu"))
-        self._critic, self._actor = self._role(), self._role()
-        self.trained = (self._actor, self._critic)
-
-    def _role(self):
-        given = types.SimpleNamespace(param_groups=[{"lr": 0.1}], step=lambda increment=None: (True, 1.0, None))
-        step = partial(TrainedModel.step, types.SimpleNamespace(optimizer=given, scheduler=given))
-        nothing = types.SimpleNamespace(lora=None)
-        own = {
-            "begin_rollout": lambda: None,
-            "zero_gradients": lambda: None,
-            "step": step,
-            "frozen": {},
-            "versions": None,
-            "optimizer": None,
-            "scheduler": None,
-        }
-        return types.SimpleNamespace(
-            wrapped=[], model=[], config=nothing, undone_on_error=contextlib.nullcontext, **own
-        )
-
-    def _timer(self):
-        return worker.PhaseTimer(lambda: None, types.SimpleNamespace(packed=lambda **counts: 10), self._spans, "rank 0")
+class AlonePasses(RolePasses):
+    """A worker's passes on one rank, without a model: what the model gives is given."""
 
     def _planner(self, temperature, timer):
         packed = types.SimpleNamespace(targets_M=[1], computed_tokens=4, computed_pairs=8)
@@ -131,8 +92,68 @@ class AloneAtWork:
     def _head(self, temperature):
         return None
 
-    def _model(self, role):
-        return contextlib.nullcontext()
+    def _sharing(self):
+        return "off"
+
+
+class AloneAtWork(MegatronWorker):
+    """A worker's own naming of metrics, with these passes."""
+
+    def __init__(self, algorithm, loss):
+        self._output_dir = Path()
+        self.config = types.SimpleNamespace(
+            use_routing_replay=False,
+            save_debug_train_data=None,
+            num_critic_only_steps=0,
+            reset_optimizer_states=False,
+            bf16=True,
+            update_weight_buffer_size=1,
+            profile=False,
+            profile_step_start=0,
+        )
+        setup = types.SimpleNamespace(
+            config=self.config,
+            algorithm=algorithm,
+            loss=loss,
+            estimator=None,
+            hooks=TrainerHooks({}, HookArgs({})),
+            shape=None,
+            device=types.SimpleNamespace(is_cpu=False, torch_device=torch.device("cpu"), synchronize=lambda: None),
+            output_dir=self._output_dir,
+            quantized_as=None,
+            rendezvous=types.SimpleNamespace(rank=0),
+        )
+        self._roles = types.SimpleNamespace(
+            actor=self._role(),
+            critic=self._role(),
+            require=lambda call: None,
+            model=lambda role: contextlib.nullcontext(),
+            begin_rollout=lambda model: None,
+            turn_of=lambda model: None,
+            release=lambda: None,
+            keep_version=lambda: None,
+            update_reference=lambda rollout_id: None,
+        )
+        self._passes = AlonePasses(setup, self._roles)
+        self._reports = RankReports(setup)
+        self._export = PolicyExport(setup, self._roles)
+        self._export._sums = Sums()
+
+    def _role(self):
+        given = types.SimpleNamespace(param_groups=[{"lr": 0.1}], step=lambda increment=None: (True, 1.0, None))
+        step = partial(TrainedModel.step, types.SimpleNamespace(optimizer=given, scheduler=given))
+        own = {
+            "zero_gradients": lambda: None,
+            "step": step,
+            "frozen": {},
+            "versions": None,
+            "optimizer": None,
+            "scheduler": None,
+        }
+        nothing = types.SimpleNamespace(lora=None)
+        return types.SimpleNamespace(
+            wrapped=[], model=[], config=nothing, undone_on_error=contextlib.nullcontext, **own
+        )
 
 
 def one_step(wrapped, plan, packed, loss, algorithm, head, see):
@@ -172,8 +193,9 @@ def with_experts():
 @pytest.fixture
 def alone(monkeypatch):
     """One rank's collectives, and the device's own questions, without a group or a device."""
-    monkeypatch.setattr(worker, "forward_backward", one_step)
-    monkeypatch.setattr(worker, "forward_values", lambda model, packed, batches, head: list(packed(0)))
+    monkeypatch.setattr(role_passes, "forward_backward", one_step)
+    monkeypatch.setattr(rank_reports, "flops_model", lambda shape: types.SimpleNamespace(packed=lambda **counts: 10))
+    monkeypatch.setattr(role_passes, "forward_values", lambda model, packed, batches, head: list(packed(0)))
     for name, answer in (("data_parallel_world_size", 1), ("data_parallel_group", None)):
         monkeypatch.setattr(parallel_state, f"get_{name}", lambda *args, answer=answer, **more: answer)
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 1)
@@ -191,7 +213,7 @@ def reports():
     shard = types.SimpleNamespace(temperature=1.0, rollout_id=0)
     given = [(AlgorithmConfig(**settings), LOSSES["policy_loss"]) for settings in ALGORITHMS]
     given += [(AlgorithmConfig(loss_type=name), loss) for name, loss in LOSSES.items() if name != "policy_loss"]
-    return [AloneAtWork(algorithm, loss)._train(shard) for algorithm, loss in given]
+    return [AloneAtWork(algorithm, loss).train(shard) for algorithm, loss in given]
 
 
 @pytest.fixture(scope="module")
@@ -272,9 +294,8 @@ def whole_rows(batches, trained, memory):
             pass
     seconds = {phase: value + 0.1 for phase, value in seconds.items()}
     sync = SyncReport(version=1, tensors=1, bytes=8, seconds=0.1)
-    settings = types.SimpleNamespace(rollout=types.SimpleNamespace(rewards=types.SimpleNamespace(reward_key="score")))
     for batch, report in zip([*batches, *[batches[0]] * len(trained)], trained, strict=False):
-        rates = train_pass_rates(batch, settings) if batch.samples[0].reward is not None else {}
+        rates = train_pass_rates(batch, "score") if batch.samples[0].reward is not None else {}
         ready = ReadyRollout(
             rollout_id=batch.rollout_id, weight_version=1, metrics=batch.metrics | rates, seconds=batch.seconds,
             num_samples=len(batch.samples), failures=[], examples=[], shards=[],
@@ -302,7 +323,7 @@ class Half:
     def log_probs(self, shard, **how):
         return [np.zeros(sample.response_length) for sample in shard.samples]
 
-    def score(self, urls, tokens):
+    def canary_log_probs(self, urls, tokens):
         values = [0.0] * sum(len(row) - 1 for row in tokens.rows)
         return types.SimpleNamespace(done=lambda: True, results=lambda: [dict.fromkeys(urls, values)])
 
@@ -310,7 +331,7 @@ class Half:
 @pytest.fixture
 def written(alone, model, tmp_path, flags, to_words):
     """The metrics of those runs, as they come back from the two files that hold them."""
-    memory = Handover(parse_train(to_words(flags)), Half(), Half(), RunConsole(io.StringIO()))
+    memory = Handover(parse_train(to_words(flags)).kind, Half(), Half(), RunConsole(io.StringIO()))
     memory.to_train()
     memory.to_send()
     memory.to_generate()

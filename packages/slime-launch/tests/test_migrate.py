@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from slime_core.errors import ConfigError
 from slime_launch.answers import Outcome
 from slime_launch.cli import main
 from slime_launch.config_file import with_config
@@ -74,32 +73,6 @@ def test_a_script_is_read_with_its_arrays_variables_and_sourced_files(script):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("python train.py --lr 1 # end", ["--lr", "1"]),
-        ("A='x y'; python train.py --save \"$A\"", ["--save", "x y"]),
-        ("python train.py --lr \\\n  1 \\\n  --seed 2", ["--lr", "1", "--seed", "2"]),
-        ("X=1 python train.py --lr ${X:-5} --seed ${Y:-6}", ["--lr", "1", "--seed", "6"]),
-        ("A=(\n)\npython train.py ${A[@]} --lr 1 && echo done", ["--lr", "1"]),
-        ("cat <<EOF\npython train.py --seed 3\nEOF\npython train.py --lr 1", ["--lr", "1"]),
-        ("--lr 1 --seed 2", ["--lr", "1", "--seed", "2"]),
-        (
-            "A=(--x 1 $(seq 2 2 6)\n --y $(nproc --all)\n)\npython train.py ${A[@]}",
-            ["--x", "1", "2", "4", "6", "--y", "$(nproc --all)"],
-        ),
-        ("A=(--x $(seq 2) $(seq 3 4)); python train.py ${A[@]}", ["--x", "1", "2", "3", "4"]),
-    ],
-)
-def test_forms_of_the_shell(text, words, tmp_path):
-    assert read_command(text, tmp_path).words == words
-
-
-def test_a_script_without_training(tmp_path):
-    with pytest.raises(ConfigError, match="no training command found"):
-        read_command("echo train.sh\n", tmp_path)
-
-
 def outcomes(done):
     return {became.item.name: became.outcome for became in done.flags}
 
@@ -136,6 +109,8 @@ def test_verls_settings_become_flags():
 
 
 KL = "algorithm.use_kl_in_reward"
+
+
 KL_COEF = "algorithm.kl_ctrl.kl_coef"
 
 

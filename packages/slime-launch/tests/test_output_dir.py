@@ -98,7 +98,8 @@ def test_a_finished_run_is_shown_from_where_its_files_are(left, tmp_path, capsys
     list(make_room(out, None))
     evaluation = content(left(out, None, 2.0))
     manifest = Mock(iteration=1, checkpoint=None, output_dir=str(out))
-    settings = Mock(num_rollout=1, only_evaluates=False)
+    settings = Mock(num_rollout=1)
+    settings.kind.only_evaluates = False
     settings.megatron.save, settings.rollout.evaluation.has_eval_sets = str(save), False
     assert report_if_finished(Mock(manifest=manifest, settings=settings), out)
     assert f"the run in {save} is finished" in capsys.readouterr().out
@@ -149,10 +150,9 @@ def test_a_second_run_in_the_folder_of_a_running_one_changes_nothing(
 def test_a_directory_is_locked_once_whatever_it_is_for(tmp_path):
     words = f"--hf-checkpoint hf --prompt-data p --rollout-batch-size 2 {COMMANDS['train']}".split()
     words += ["--advantage-estimator", "ppo", "--save", "s", "--output-dir", "./s", "--critic-save", "c"]
-    assert {str(path): flag for path, flag in own_directories(parse_train(words)).items()} == {
-        "s": "--save",
-        "c": "--critic-save",
-    }
+    settings = parse_train(words)
+    found = own_directories(settings.kind, settings.megatron, settings.run.output_dir)
+    assert {str(path): flag for path, flag in found.items()} == {"s": "--save", "c": "--critic-save"}
 
 
 def test_runs_that_start_in_one_second_have_folders_of_their_own(tmp_path):

@@ -7,13 +7,17 @@ from slime_launch.overrides import read_overrides
 PPO = {"--advantage-estimator": "ppo"}
 
 
+def overrides_of(settings):
+    path, has_critic = settings.run.megatron_config_path, settings.kind.has_critic
+    return read_overrides(path, settings.megatron, has_critic=has_critic)
+
+
 @pytest.fixture
 def read(flags, to_words, tmp_path):
     def reading(text, more=PPO):
         (tmp_path / "roles.yaml").write_text(text)
-        return read_overrides(
-            parse_train([*to_words(flags | more), "--megatron-config-path", str(tmp_path / "roles.yaml")])
-        )
+        settings = parse_train([*to_words(flags | more), "--megatron-config-path", str(tmp_path / "roles.yaml")])
+        return overrides_of(settings)
 
     return reading
 
@@ -31,7 +35,7 @@ def test_settings_have_the_types_of_their_flags(read, flags, to_words):
             "clip_grad": 2.0, "lr_warmup_iters": 3, "lr_decay_iters": None, "freeze_params_name_list": ("embedding",),
         },
     }  # fmt: skip
-    assert read_overrides(parse_train(to_words(flags))) == {}
+    assert overrides_of(parse_train(to_words(flags))) == {}
 
 
 @pytest.mark.parametrize(

@@ -5,16 +5,13 @@ import os
 import pty
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from slime_launch.own_runs import MARK, is_own, mark_of
 from slime_launch.replay import code_of
 from slime_launch.written_run import WrittenRun
-from written import SETTINGS, Written
+from support.written import SETTINGS, Written
 
 SECONDS = 120
 CODE = {

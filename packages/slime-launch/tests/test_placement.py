@@ -116,8 +116,9 @@ APART = {"within_node": False}
 )
 def test_weights_travel_by_the_fastest_way_that_is_possible(given, route, chosen):
     engine = EngineConfig(update_weight_transport=given, update_weight_disk_dir="d" if given == "disk" else None)
-    ways = transports(engine, Route(**{**ROUTE, **route}))
-    assert check_transport(ways).name == chosen
+    route = Route(**{**ROUTE, **route})
+    ways = transports(engine, route)
+    assert check_transport(engine, route).name == chosen
     if given == "auto":
         assert min((way for way in ways if way.problem is None), key=lambda way: way.seconds).name == chosen
 
@@ -134,16 +135,16 @@ def test_a_slow_link_and_a_directory_change_what_is_fastest(monkeypatch):
 def test_a_transport_that_does_not_reach_is_refused():
     apart = Route(**{**ROUTE, **APART})
     with pytest.raises(PlacementError, match=r"tensor works within one machine.*leave it out, or give gloo$"):
-        check_transport(transports(EngineConfig(update_weight_transport="tensor"), apart))
+        check_transport(EngineConfig(update_weight_transport="tensor"), apart)
     with pytest.raises(PlacementError, match=r"transport nccl needs CUDA; leave it out, or give tensor or gloo$"):
-        check_transport(transports(EngineConfig(update_weight_transport="nccl"), Route(**ROUTE)))
+        check_transport(EngineConfig(update_weight_transport="nccl"), Route(**ROUTE))
     deltas = {"update_weight_transport": "disk", "update_weight_mode": "delta", "update_weight_disk_dir": "d"}
     local = EngineConfig(**deltas, update_weight_local_checkpoint_dir="l")
     with pytest.raises(PlacementError, match=r"deltas within one machine, .* give --update-weight-receivers in place"):
-        check_transport(transports(local, apart))
-    assert check_transport(transports(local, Route(**ROUTE))).name == "disk"
+        check_transport(local, apart)
+    assert check_transport(local, Route(**ROUTE)).name == "disk"
     elsewhere = EngineConfig(**deltas, update_weight_receivers=("node2:9000",))
-    assert check_transport(transports(elsewhere, apart)).name == "disk"
+    assert check_transport(elsewhere, apart).name == "disk"
     line = in_words(transports(EngineConfig(), apart))
     assert line == (
         "gloo, about 1.1 s (tensor works within one machine, nccl needs CUDA, disk needs --update-weight-disk-dir)"

@@ -5,7 +5,6 @@ On real trainers: `integration_tests/test_replay.py` of the root.
 
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,7 @@ from slime_launch.diff import WrittenRun
 from slime_launch.errors import FlagError, PreflightError
 from slime_launch.replay import Replay, find_start, outcome, replay
 from slime_rollout.store import RolloutStore
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from written import Written
+from support.written import Written
 
 
 @pytest.fixture
@@ -32,7 +28,7 @@ def run(tmp_path, monkeypatch):
 
     def find(path):
         if Path(path) not in taken:
-            raise slime_launch.replay.CheckpointError(f"{path} is not a checkpoint")
+            raise slime_launch.replay.TrainerCheckpointError(f"{path} is not a checkpoint")
         return type("Found", (), {"directory": Path(path)})
 
     monkeypatch.setattr(slime_launch.replay, "find_checkpoint", find)

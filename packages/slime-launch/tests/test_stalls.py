@@ -6,19 +6,19 @@ import signal
 import subprocess
 import sys
 import time
-import types
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from slime_launch.calls import Call, Question, Watch, Worker, gather, prepare
+from slime_launch.calls import Call, Watch, Worker, gather, prepare
 from slime_launch.config import ClusterConfig
+from slime_launch.derived import answers_in_time
 from slime_launch.errors import RayDiedError, RunError, TrainerLostError
 from slime_launch.processes import Place, end_processes, own_place
 from slime_launch.ray_runtime import RayRuntime, ray_runtime
-from slime_launch.run import answers_in_time
+from slime_launch.remote import Question, Remote
 from slime_launch.stalls import STACKS_FILE, StallWatch
 from slime_rollout.engine.config import EngineConfig
 
@@ -101,7 +101,7 @@ def test_a_wait_without_progress_ends_with_who_is_waited_for_where_and_the_stack
 
 def test_what_a_signal_has_stopped_is_named_and_has_its_stacks_as_children_have(run, own_ray, tmp_path):
     workers, processes, stalls = run
-    child = psutil.Process(workers[0].call("start_child"))
+    child = psutil.Process(gather({workers[0].start_call("start_child"): workers[0]})[0])
     for process in (child, processes[1]):
         process.suspend()
     [raylet] = [psutil.Process(pid) for pid, name in own_ray.processes.items() if name == "raylet"]
@@ -135,7 +135,7 @@ def test_what_a_signal_has_stopped_is_named_and_has_its_stacks_as_children_have(
 def test_progress_keeps_a_wait_alive_and_a_question_is_not_blamed(run):
     workers, _, stalls = run
     call = Call({workers[0].start_call("wait_for_nothing"): workers[0]})
-    question = Question([workers[1]], "wait_for_nothing")
+    question = Question([Remote(workers[1])], Part.wait_for_nothing)
     start = time.monotonic()
     with pytest.raises(RunError, match=r"trainer rank 0 did not end"):
         while not call.done(0.05):
@@ -146,9 +146,7 @@ def test_progress_keeps_a_wait_alive_and_a_question_is_not_blamed(run):
 
 @pytest.mark.parametrize(("stall", "given", "limit"), [(30, 300, 15), (100, 300, 70), (100, 20, 20), (3600, 300, 300)])
 def test_an_engine_is_given_up_during_an_update_before_the_run_stalls(stall, given, limit):
-    run = types.SimpleNamespace(stall_timeout=stall)
-    settings = types.SimpleNamespace(run=run, engine=EngineConfig(update_weight_timeout=given))
-    assert answers_in_time(settings).update_weight_timeout == limit
+    assert answers_in_time(EngineConfig(update_weight_timeout=given), stall).update_weight_timeout == limit
 
 
 HANGS = """

@@ -4,7 +4,6 @@ import pytest
 
 from slime_core.metrics import rollout_metrics
 from slime_core.types import EvalReport, RolloutBatch, Sample, SyncReport, TrainReport
-from slime_launch.shards import ReadyRollout, reward_failures
 from slime_launch.step_metrics import (
     eval_line,
     eval_row,
@@ -15,6 +14,7 @@ from slime_launch.step_metrics import (
     step_line,
     train_rows,
 )
+from slime_rollout.ready import ReadyRollout, reward_failures
 
 SAMPLES = [
     Sample(index=i, group_index=0, prompt="p", tokens=[1, 2, 3], response_length=2, reward=float(i)) for i in range(2)

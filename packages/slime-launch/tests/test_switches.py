@@ -8,9 +8,9 @@ from slime_launch.config import CONFIGS
 from slime_launch.flags import flag_specs, parse_train, read_train, train_groups
 from slime_launch.preflight import preflight
 from slime_launch.switches import check_switched_off
-from slime_megatron.arguments import problems
-from slime_megatron.core_values import slime_values
-from slime_megatron.megatron_words import field_words, said
+from slime_megatron.settings.arguments import problems
+from slime_megatron.settings.megatron_values import slime_values
+from slime_megatron.settings.megatron_words import field_words, said
 from slime_rollout.engine.router import router_command
 from slime_rollout.engine.router_flags import router_specs
 from slime_rollout.engine.server import EngineSpec, server_command

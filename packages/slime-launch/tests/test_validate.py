@@ -15,20 +15,16 @@ from slime_convert.quantize import Fp8Format, Int4Format
 from slime_core.errors import ConfigError
 from slime_launch import validate
 from slime_launch.cli import main
+from slime_launch.derived import engine_dtype, global_batch_size, limit_threads, num_engines, num_spare_engines
 from slime_launch.flags import parse_train
 from slime_launch.validate import (
     check_quantized,
     check_settings,
     check_shape,
     check_whole_engines,
-    engine_dtype,
-    global_batch_size,
     hand_over_notes,
-    limit_threads,
     micro_batch_notes,
     notices,
-    num_engines,
-    num_spare_engines,
 )
 
 
@@ -88,7 +84,7 @@ def test_who_gives_memory_back():
     def of(**changes):
         made = settings(**changes)
         check_settings(made)
-        return made.trainer_sleeps, made.engines_sleep
+        return made.kind.trainer_sleeps, made.kind.engines_sleep
 
     assert of() == (True, True)  # --colocate
     assert of(no_offload_train=None) == (False, True)
@@ -101,8 +97,8 @@ def test_who_gives_memory_back():
         own = dataclasses.replace(apart, cluster=cluster)
         check_settings(own)
         wanted = {"offload"} & asked.keys()
-        assert own.trainer_sleeps == bool(wanted | {"offload_train"} & asked.keys())
-        assert own.engines_sleep == bool(wanted | {"offload_rollout"} & asked.keys())
+        assert own.kind.trainer_sleeps == bool(wanted | {"offload_train"} & asked.keys())
+        assert own.kind.engines_sleep == bool(wanted | {"offload_rollout"} & asked.keys())
         if asked:
             lagging = dataclasses.replace(settings(async_buffer_size=1), cluster=cluster)
             with pytest.raises(ConfigError, match=r"take turns, and --async-buffer-size .* leave one of them out"):
@@ -114,6 +110,14 @@ def test_who_gives_memory_back():
 
 
 NARROW = "--rollout-top-p, --rollout-top-k or --rollout-min-p"
+
+
+def shape_of(settings):
+    return check_shape(settings.rollout, settings.shape)
+
+
+def quantized(settings, elsewhere=False):
+    check_quantized(settings.rollout, settings.engine, elsewhere)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +181,7 @@ def test_what_engines_split_in_two_cannot_say(flags, asked, given):
     own = settings(**flags, **source, rollout_num_gpus=2)
     problem = f"{asked} with prefill engines of --{given.replace('_', '-')}: "
     with pytest.raises(ConfigError, match=problem) if asked else contextlib.nullcontext():
-        check_whole_engines(own)
+        check_whole_engines(own.kind, own.rollout, own.engine)
 
 
 def test_training_over_kept_tokens():
@@ -237,7 +241,7 @@ def test_an_export_needs_a_checkpoint():
 def test_engines_of_several_gpus():
     command = settings(batch=256, actor_num_gpus_per_node=4, rollout_num_gpus_per_engine=2)
     check_settings(command)
-    assert num_engines(command) == 2
+    assert num_engines(command.cluster, command.engine) == 2
     with pytest.raises(ConfigError, match="--rollout-num-gpus 4 must be a multiple of --rollout-num-gpus-per-engine 3"):
         check_settings(settings(batch=256, actor_num_gpus_per_node=4, rollout_num_gpus_per_engine=3))
 
@@ -249,8 +253,8 @@ def test_engines_of_others_need_no_room_here():
     command = parse_train([*words, *others])
     check_settings(command)
     assert command.engine.external_urls == ("http://10.0.0.1:30000", "http://10.0.0.2:30000")
-    assert num_engines(command) == 0
-    assert limit_threads(command, engines=0).engine.engine_threads is None
+    assert num_engines(command.cluster, command.engine) == 0
+    assert limit_threads(command.engine, engines=0).engine_threads is None
     for ours in (["--colocate"], ["--rollout-num-gpus", "2"]):
         with pytest.raises(ConfigError, match="give one of the two"):
             check_settings(parse_train([*words, *others, *ours]))
@@ -267,7 +271,8 @@ def test_engines_that_may_be_added_are_like_the_others_and_beside_the_trainers()
     healing = "--use-fault-tolerance"
     command = more(healing, "--rollout-num-gpus-per-engine", "2")
     check_settings(command)
-    assert (num_engines(command), num_spare_engines(command)) == (1, 2)
+    parts = command.cluster, command.engine
+    assert (num_engines(*parts), num_spare_engines(*parts)) == (1, 2)
     for words, problem in (
         ([], "--rollout-max-num-gpus 6 has no effect without --use-fault-tolerance; give --use-fault-tolerance"),
         ([healing, "--colocate"], "--colocate has both on the same GPUs"),
@@ -343,10 +348,10 @@ def test_nccl_takes_no_gpu_twice():
 def test_the_shape_of_a_quantized_model_is_that_of_the_same_model_unquantized(tmp_path):
     model = PUBLISHED["deepseek-v3"]
     (tmp_path / "config.json").write_text(json.dumps(model.config))
-    assert check_shape(settings(hf=tmp_path)) == model.shape
+    assert shape_of(settings(hf=tmp_path)) == model.shape
     quantized = {**model.config, "quantization_config": Fp8Format((128, 128)).to_config([])}
     (tmp_path / "config.json").write_text(json.dumps(quantized))
-    assert check_shape(settings(hf=tmp_path)) == model.shape
+    assert shape_of(settings(hf=tmp_path)) == model.shape
 
 
 def store(directory, quantization, **tensors):
@@ -357,24 +362,25 @@ def store(directory, quantization, **tensors):
 def test_engines_of_a_quantized_model_need_a_gpu_and_weights_that_can_be_updated(tmp_path, monkeypatch):
     name = "model.layers.0.self_attn.q_proj.weight"
     store(tmp_path, Fp8Format((128, 128)).to_config([]), **{name: torch.ones(8, 8).to(torch.float8_e4m3fn)})
-    assert engine_dtype(settings(hf=tmp_path, fp32=None)) == "bfloat16"
-    assert engine_dtype(settings(hf=tmp_path / "none", fp32=None)) == "float32"
+    for directory, dtype in ((tmp_path, "bfloat16"), (tmp_path / "none", "float32")):
+        found = settings(hf=directory, fp32=None)
+        assert engine_dtype(found.megatron, found.rollout) == dtype
     monkeypatch.setattr(validate, "run_device", lambda: "cuda")
-    check_quantized(settings(hf=tmp_path))
+    quantized(settings(hf=tmp_path))
     monkeypatch.setattr(validate, "run_device", lambda: "cpu")
-    check_quantized(settings(hf=tmp_path), elsewhere=True)
+    quantized(settings(hf=tmp_path), elsewhere=True)
     with pytest.raises(ConfigError, match=r"is quantized \(fp8.*\), .* on GPUs alone; .*slime-convert fp8-to-bf16"):
-        check_quantized(settings(hf=tmp_path))
+        quantized(settings(hf=tmp_path))
     monkeypatch.setattr(validate, "run_device", lambda: "cuda")
     expert = "model.layers.0.mlp.experts.0.up_proj.weight_packed"
     store(tmp_path, Int4Format(32).to_config([]), **{expert: torch.ones(8, 4, dtype=torch.int32)})
-    check_quantized(settings(hf=tmp_path))
+    quantized(settings(hf=tmp_path))
     store(tmp_path, Int4Format(32).to_config([]), **{name + "_packed": torch.ones(8, 4, dtype=torch.int32)})
     with pytest.raises(ConfigError, match=r"q_proj\.weight in INT4, which SGLang can load once but not update"):
-        check_quantized(settings(hf=tmp_path))
+        quantized(settings(hf=tmp_path))
     store(tmp_path, {"quant_method": "mxfp4"}, x=torch.ones(1))
     with pytest.raises(ConvertError, match="is stored as mxfp4"):
-        check_quantized(settings(hf=tmp_path))
+        quantized(settings(hf=tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -439,9 +445,10 @@ def test_a_default_micro_batch_that_a_cpu_goes_through_many_of_is_said_with_thei
     ],
 )
 def test_a_hand_over_on_a_cpu_is_said_with_the_flags_that_switch_it_off(more, flags):
-    found = hand_over_notes(settings(**more), on_cpu=True)
+    parts = (made := settings(**more)).kind, made.cluster
+    found = hand_over_notes(*parts, on_cpu=True)
     assert [line.partition("time: ")[2] for line in found] == ([f"{flags} if memory suffices"] if flags else [])
-    assert hand_over_notes(settings(**more), on_cpu=False) == []
+    assert hand_over_notes(*parts, on_cpu=False) == []
 
 
 def test_a_plan_for_a_cpu_says_it_too(workspace, flags, to_words, capsys):

@@ -27,11 +27,10 @@ from slime_convert.published import PUBLISHED
 from slime_convert.shape import ModelShape
 from slime_core.config import AlgorithmConfig
 from slime_core.types import Rendezvous, TrainSample, TrainShard, TrainStep
-from slime_megatron.config import MegatronConfig
+from slime_megatron.settings.config import MegatronConfig
 
 TIME_LIMIT = 120
 MOST_THREADS = 150
-sys.path.insert(0, str(Path(__file__).parent))  # for plain.py
 
 
 class RankError(Exception):
@@ -67,11 +66,13 @@ class Template:
 
     def __init__(self):
         self._requests, theirs = socket.socketpair()
-        program = Path(__file__).with_name("rank_template.py")
+        tests = Path(__file__).parent
+        program, places = tests / "support" / "rank_template.py", [str(tests), os.environ.get("PYTHONPATH", "")]
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", str(program), str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            # Functions of tests that ranks call import from `support`, too.
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, places))},
         )
         theirs.close()
 
@@ -99,7 +100,7 @@ def pytest_sessionfinish():
 
 class RankProcess:
     def __init__(self):
-        kind = os.environ.get("ENGINE_STAND_IN")
+        kind = os.environ.get("TE_STAND_IN")
         if kind not in TEMPLATES:
             TEMPLATES[kind] = Template()
         self.connection, theirs = Pipe()
@@ -428,7 +429,7 @@ def tiny_model(tmp_path_factory):
 
     A name with ``/4`` has four layers.
     """
-    from slime_convert.convert import hf_to_torch_dist
+    from slime_convert import hf_to_torch_dist
 
     torch.set_num_threads(1)
     made = {}

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from layouts import DO, EP2, PP2
 from slime_core.config import AlgorithmConfig
-from slime_core.schedule import build_shards
+from slime_core.schedule import ShardSpec, build_shards
 from slime_core.types import RolloutBatch, Sample, Status
+from support.layouts import DO, EP2, PP2
 
 LAYOUTS = {
     "dp2": ("qwen3", 2, DO, AlgorithmConfig()),
@@ -80,11 +80,13 @@ def assert_alike(layout, ranks, tiny_model, tiny_config, examples):
     def try_one(batch, how):
         shards = build_shards(
             batch,
-            algorithm=algorithm,
-            temperature=1.0,
-            data_parallel_size=config.data_parallel_size(world),
-            micro_batch_size=2,
-            **how,
+            ShardSpec(
+                algorithm=algorithm,
+                temperature=1.0,
+                data_parallel_size=config.data_parallel_size(world),
+                micro_batch_size=2,
+                **how,
+            ),
         )
         said = ranks.call("train_and_record_collectives", shards)
         collective, sent, received = collections.defaultdict(dict), {}, {}

@@ -5,14 +5,14 @@ import sys
 
 CODE = """
 import sys
-import slime_megatron, slime_megatron.start, slime_megatron.config, slime_megatron.checkpoint
-import slime_megatron.operations, slime_megatron.overrides
+import slime_megatron, slime_megatron.start, slime_megatron.settings.config, slime_megatron.checkpoints.find
+import slime_megatron.settings.operations, slime_megatron.settings.overrides
 assert "torch" not in sys.modules and "megatron" not in sys.modules
 import torch
 def parts():
     return [torch.empty, torch.tensor, torch.compile, torch.Tensor.type, torch.cuda.current_device]
 before = parts()
-import slime_megatron.device, slime_megatron.packing
+import slime_megatron.ranks.device, slime_megatron.model.packing
 assert before == parts()
 """
 

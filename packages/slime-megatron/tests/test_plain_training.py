@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from plain import ADAM_EPS, plain_adamw, plain_log_probs, same_step
 from slime_core.config import AlgorithmConfig
-from test_model import DENSE, EXPERTS, LATENT
+from support.plain import ADAM_EPS, plain_adamw, plain_log_probs, same_step
+from support.tiny_models import DENSE, EXPERTS, LATENT
 
 GRPO_WITH_KL = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
 

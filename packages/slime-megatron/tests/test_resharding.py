@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-import layouts
-from layouts import Layout, suits
 from slime_core.config import AlgorithmConfig
+from support import layouts
+from support.layouts import Layout, suits
 
 GRPO = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
 FAMILIES = ["llama-tied/4", "glm4-moe-mtp/4", "deepseek-mtp/4"]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from layouts import LAYOUTS
 from slime_core.config import AlgorithmConfig
-from slime_megatron.checkpoint import TRACKER, find_checkpoint
+from slime_megatron.checkpoints.find import TRACKER, find_checkpoint
+from support.layouts import LAYOUTS
 
 GRPO = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
 ROLLOUTS = 3

@@ -3,7 +3,7 @@ import pytest
 from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError
 from slime_core.ops import estimator_named
-from slime_megatron.config import MegatronConfig
+from slime_megatron.settings.config import MegatronConfig
 from slime_megatron.start import check_algorithm
 
 ESTIMATOR = "slime_core.ops.advantages.outcome"
@@ -51,3 +51,9 @@ def test_settings_of_a_role_that_is_not_needed(settings, message):
 def test_a_reward_model_has_more_to_train_than_adapters():
     with pytest.raises(ConfigError, match="--lora-rank trains adapters alone, and --loss-type rm_loss a new head, too"):
         check_algorithm(AlgorithmConfig(loss_type="rm_loss"), MegatronConfig(lora_rank=4, lora_alpha=8))
+    with pytest.raises(ConfigError, match="--lora-rank trains adapters alone, and --loss-type rm_loss a new head, too"):
+        check_algorithm(AlgorithmConfig(loss_type="rm_loss"), MegatronConfig(), {"actor": {"lora_rank": 4}})
+    critic = {"critic": {"lora_rank": 4}}
+    with pytest.raises(ConfigError, match="role critic: lora_rank trains adapters alone, and a critic has a new head"):
+        check_algorithm(AlgorithmConfig(advantage_estimator="ppo"), MegatronConfig(), critic)
+    check_algorithm(AlgorithmConfig(advantage_estimator="ppo"), MegatronConfig(), critic, only_evaluates=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime_convert.convert import torch_dist_to_hf
+from slime_convert import torch_dist_to_hf
 
 LAYOUTS = {"one": {}, "tp2": {"tensor_parallel": 2}, "ep2": {"expert_parallel": 2}}
 WITH_EXPERTS = ("qwen3-moe", "glm4-moe-mtp", "glm4-air", "glm4-flash", "deepseek-mtp", "moonlight", "kimi-k2")

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import threading
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from slime_rollout.config import RolloutConfig
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.server import EngineSpec
 from slime_rollout.engine.template import imported_sglang
+from slime_rollout.generation_service import GenerationService
 from slime_rollout.rollout import RolloutManager
+from slime_rollout.serving_engines import GenerationSpec
 
 
 def pytest_collection_modifyitems(items):
@@ -322,3 +325,23 @@ def manager(engine, tokenizer_dir, write_rows):
     yield build
     for manager in built:
         manager.close()
+
+
+@pytest.fixture
+def service(manager, engine):
+    """A service whose engine is the scripted one."""
+    given = manager()
+    spec = GenerationSpec(
+        engine=EngineConfig(), rollout=given._config, num_engines=1, num_gpus=1, topology=None, dtype="float32",
+        context_length=None, seed=5, log_dir="", flags={},
+    )  # fmt: skip
+    service = GenerationService(spec)
+    updates = []
+    service.engines.generator = given
+    service.engines._fleet = types.SimpleNamespace(
+        engine_urls=[engine.url], tp_size=1, updates=updates, check=lambda: None, stop=lambda: updates.append("stop"),
+        begin_update=lambda only_behind: [] if only_behind else [engine.url], confirm_update=updates.append,
+        begin_sleep=lambda: updates.append("begin_sleep"), replace=lambda urls: updates.append(("replace", urls)),
+        end_sleep=lambda awake: updates.append(("end_sleep", awake)),
+    )  # fmt: skip
+    return service

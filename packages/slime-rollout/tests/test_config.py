@@ -123,23 +123,6 @@ def test_arguments_of_the_template_are_json():
     assert given.data.chat_template_kwargs == {"enable_thinking": False}
 
 
-def test_rule_is_exact_unless_something_else_scores():
-    assert make().rewards.rule == "exact"
-    assert make(rm_type="first_integer").rewards.rule == "first_integer"
-    assert make(custom_rm_path="pkg.mod.fn").rewards.rule is None
-    teacher = {"opd_type": "sglang", "rm_url": "http://a"}
-    assert make(**teacher).rewards.rule is None
-    assert make(**teacher, rm_type="math").rewards.rule == "math"
-
-
-def test_the_time_limit_of_scoring_depends_on_what_scores():
-    assert make(rm_type="math").rewards.reward_timeout == 10.0
-    assert make(rm_type="remote_rm", rm_url="http://a").rewards.reward_timeout == 60.0
-    assert make(custom_rm_path="pkg.mod.fn").rewards.reward_timeout == 60.0
-    assert make(rm_type="math", rm_timeout=3.0).rewards.reward_timeout == 3.0
-    assert (make().rewards.teacher_timeout, make(rm_timeout=3.0).rewards.teacher_timeout) == (60.0, 3.0)
-
-
 def test_reading_the_flag_table_imports_no_framework():
     code = "import sys, slime_rollout.config; print({'torch', 'transformers', 'aiohttp'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)

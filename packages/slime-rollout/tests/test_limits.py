@@ -182,8 +182,7 @@ def test_what_a_tool_says_reaches_no_engine_with_a_token_that_the_model_lacks(in
 @pytest.mark.parametrize("changes", [{"stop_token_ids": [9999]}, {"logit_bias": {"9999": 1.0}}])
 def test_settings_of_a_turn_that_name_a_token_which_the_model_lacks(inside, engine, changes):
     async def work(context):
-        sample, room = sample_of(), 4
-        context.request(sample, room=room, changes=changes)
+        context.request(sample_of(), most=4, changes=changes)
 
     with pytest.raises(GenerationError, match=f"sample 7: {next(iter(changes))}: token 9999 is outside"):
         inside(work)

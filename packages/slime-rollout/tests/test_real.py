@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slime_core.types import Status, WeightUpdate
 from slime_rollout.config import RolloutConfig
+from slime_rollout.engine.channels import ChannelSpec
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.engine.server import EngineSpec, equal_specs
 from slime_rollout.errors import GenerationError
@@ -407,7 +408,7 @@ def test_responses_that_were_cut_off_end_as_if_nothing_had_happened(manager, net
 
 def test_generation_beside_weight_updates_knows_each_tokens_weights(manager, fleet, network):
     """Three updates arrive while requests are in flight: each token has the log-prob under the weights it names."""
-    versions, channel = {0: network}, TensorWeightChannel(tuple(fleet.engine_urls))
+    versions, channel = {0: network}, TensorWeightChannel(ChannelSpec(tuple(fleet.engine_urls)))
     given = manager(
         rollout_batch_size=4,
         rollout_max_response_len=120,

@@ -20,11 +20,8 @@ from slime_core.types import Sample, Status
 from slime_rollout.cli import main
 from slime_rollout.config import RolloutConfig
 from slime_rollout.rollout import RolloutManager
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import escapes
-from outside import Outside
+from support import escapes
+from support.outside import Outside
 
 DIRECTORY = Path(__file__).parents[3] / "examples" / "retool"
 pytestmark = pytest.mark.skipif(not DIRECTORY.exists(), reason="the examples belong to the repository")

@@ -22,7 +22,7 @@ try:
     from functools import partial
     from typing import Any, NoReturn
 
-    from slime_convert.commands import COMMANDS, Command, in_flags
+    from slime_convert.commands import COMMANDS, Subcommand, in_flags
     from slime_convert.errors import ConvertError
     from slime_convert.files.partial import version
     from slime_convert.progress import drop, flush_or_drop, say
@@ -131,20 +131,20 @@ def build_parser(*, skip_unknown: bool = False) -> argparse.ArgumentParser:
         formatter_class=_formatter,
     )
     parser.add_argument("--version", action="version", version=f"{_PROGRAM} {version() or 'not installed'}")
-    parsers = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    parsers = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_CommandParser)
     for command in COMMANDS:
         _add(parsers, command, skip_unknown)
     return parser
 
 
-def _add(parsers: Any, command: Command, skip_unknown: bool) -> None:
+def _add(parsers: Any, command: Subcommand, skip_unknown: bool) -> None:
     required = " ".join(
         f"{flag.names[0]} {flag.options['metavar']}" if flag.options.get("required") else flag.options["metavar"]
         for flag in command.flags
         if flag.options.get("required") or not flag.names[0].startswith("-")
     )
     shape = "Megatron's shape flags may be given too, and must agree with config.json (--help-shape)."
-    parser: _Parser = parsers.add_parser(
+    parser: _CommandParser = parsers.add_parser(
         command.name,
         prog=f"{_PROGRAM} {command.name}",
         help=command.help,
@@ -155,7 +155,7 @@ def _add(parsers: Any, command: Command, skip_unknown: bool) -> None:
         formatter_class=_formatter,
     )
     parser.skip_unknown = skip_unknown
-    parser.set_defaults(run=command.run, command=command.name)
+    parser.set_defaults(run=command.run)
     for flag in command.flags:
         parser.add_argument(*flag.names, **flag.options)
     if not command.takes_shape:
@@ -189,7 +189,7 @@ class _OneLineParser(argparse.ArgumentParser):
         self.exit(2)
 
 
-class _Parser(_OneLineParser):
+class _CommandParser(_OneLineParser):
     """Says of an unknown flag which one may have been meant."""
 
     skip_unknown = False
@@ -225,7 +225,6 @@ class _Parser(_OneLineParser):
         )
 
     def _meant(self, flag: str) -> str | None:
-        """The flag that was probably meant by an unknown one."""
         known: Iterable[str] = self._option_string_actions
         bare = {name.lstrip("-"): name for name in known if name.startswith("--") and name != "--help"}
         # Where unknown flags are skipped they are another program's, so only nearly the same word is a misspelling.

@@ -1,4 +1,4 @@
-"""The commands of ``slime-convert``: their flags, and what they run. A conversion has the name of its function."""
+"""The commands of ``slime-convert``: their flags, and the functions that they run, loaded when they do."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import slime_convert
-from slime_convert.progress import command_progress, printable, say
+from slime_convert.progress import Converted, command_progress, printable, say
 from slime_convert.shape import SHAPE_FLAGS
 
 _CHECKPOINT = "Hugging Face directory, torch_dist or legacy torch checkpoint, or GGUF file"
 _INPUTS = ("hf_checkpoint", "input_dir", "load", "gguf", "adapter", "origin_hf_dir")
 _ADAPTER = "LoRA adapter of PEFT (adapter_config.json, adapter_model.safetensors)"
-
 
 ARGUMENTS = {
     "force=True": "--force",
@@ -28,7 +28,7 @@ ARGUMENTS = {
     "dtype=": "--dtype",
     "ignore=": "--ignore",
 }
-"""What messages name of a call from Python, and its flag."""
+"""Flags by the arguments of a call from Python, as messages name them."""
 _NAMED = re.compile(rf"(?<![\w.-])(?:{'|'.join(map(re.escape, ARGUMENTS))})(?=[ ,;)]|$)")
 
 
@@ -45,7 +45,7 @@ class Flag:
 
 
 @dataclass(frozen=True)
-class Command:
+class Subcommand:
     """One command: ``run`` takes its parsed flags and returns the exit code.
 
     ``help`` is one line, and ``epilog`` what else ``--help`` says; ``flags`` begin with those that matter most. With
@@ -85,15 +85,15 @@ def _number(name: str, default: int, help_: str) -> Flag:
     return Flag(name, type=positive, default=default, metavar="N", help=f"{help_} (default: {default})")
 
 
-def _convert(args: argparse.Namespace) -> int:
-    """Run the function that has the command's name, with the flags that have its parameters' names."""
-    given = {name: value for name, value in vars(args).items() if name not in ("run", "command", "quiet")}
+def _convert(conversion: Callable[[], Callable[..., Converted]], args: argparse.Namespace) -> int:
+    """Run a conversion: its flags become the parameters of their names. Naming its function loads its module."""
+    given = {name: value for name, value in vars(args).items() if name not in ("run", "quiet")}
     if "num_layers" in given:
         given["flags"] = {flag.dest: given.pop(flag.dest) for flag in SHAPE_FLAGS}
         given.pop("ckpt_format", None)
     if "max_shard_gib" in given:
         given["max_shard_bytes"] = given.pop("max_shard_gib") * 2**30
-    function = getattr(slime_convert, args.command.replace("-", "_"))
+    function = conversion()
     with _reading(*(given[name] for name in _INPUTS if given.get(name))):
         converted = function(**given, on_progress=command_progress(quiet=args.quiet))
     if not args.quiet:
@@ -193,14 +193,14 @@ def _origin(*names: str) -> Flag:
     return _path(*names, dest="origin_hf_dir", help="model that training began with (config, tokenizer)")
 
 
-def _quantizing(name: str, help_: str, *further: Flag) -> Command:
+def _quantizing(name: str, help_: str, run: Callable[[argparse.Namespace], int], *further: Flag) -> Subcommand:
     before, _, after = name.partition("-to-")
     example = f"{name} --hf-checkpoint {before}/ --save {after}/"
-    return Command(name, help_, example, (_HF, _SAVE, _FORCE, *further, _SHARDS, _QUIET), _convert)
+    return Subcommand(name, help_, example, (_HF, _SAVE, _FORCE, *further, _SHARDS, _QUIET), run)
 
 
 COMMANDS = (
-    Command(
+    Subcommand(
         "hf-to-torch-dist",
         "Hugging Face directory → Megatron torch_dist",
         "hf-to-torch-dist --hf-checkpoint Qwen3-4B --save Qwen3-4B_torch_dist",
@@ -211,18 +211,18 @@ COMMANDS = (
             _number("--make-vocab-size-divisible-by", 128, "pad the embedding to a multiple of N rows"),
             _QUIET,
         ),
-        _convert,
+        partial(_convert, lambda: slime_convert.hf_to_torch_dist),
         takes_shape=True,
     ),
-    Command(
+    Subcommand(
         "torch-dist-to-hf",
         "Megatron torch_dist → Hugging Face directory",
         "torch-dist-to-hf --input-dir runs/qwen3 --output-dir Qwen3-4B-RL --origin-hf-dir Qwen3-4B",
         (_path("--input-dir", help="checkpoint, or one iteration of it"), _origin("--origin-hf-dir"), *_TO_HF),
-        _convert,
+        partial(_convert, lambda: slime_convert.torch_dist_to_hf),
         takes_shape=True,
     ),
-    Command(
+    Subcommand(
         "megatron-to-hf",
         "Megatron checkpoint, torch_dist or legacy torch → Hugging Face directory",
         "megatron-to-hf --load megatron/ --output-dir Qwen3-4B-RL --origin-hf-dir Qwen3-4B",
@@ -232,10 +232,10 @@ COMMANDS = (
             *_TO_HF,
             Flag("--ckpt-format", choices=("torch", "torch_dist"), help="accepted but not needed: it is detected"),
         ),
-        _convert,
+        partial(_convert, lambda: slime_convert.megatron_to_hf),
         takes_shape=True,
     ),
-    Command(
+    Subcommand(
         "gguf-to-hf",
         "GGUF file → Hugging Face directory (needs the gguf extra)",
         "gguf-to-hf --gguf model.gguf --save hf/",
@@ -250,13 +250,22 @@ COMMANDS = (
             ),
             *(_SHARDS, _QUIET),
         ),
-        _convert,
+        partial(_convert, lambda: slime_convert.gguf_to_hf),
     ),
-    _quantizing("hf-to-fp8", "quantize a Hugging Face directory to FP8, E4M3 in blocks of 128 by 128"),
-    _quantizing("fp8-to-bf16", "expand a block-scaled FP8 directory, such as DeepSeek-V3's, to bfloat16"),
+    _quantizing(
+        "hf-to-fp8",
+        "quantize a Hugging Face directory to FP8, E4M3 in blocks of 128 by 128",
+        partial(_convert, lambda: slime_convert.hf_to_fp8),
+    ),
+    _quantizing(
+        "fp8-to-bf16",
+        "expand a block-scaled FP8 directory, such as DeepSeek-V3's, to bfloat16",
+        partial(_convert, lambda: slime_convert.fp8_to_bf16),
+    ),
     _quantizing(
         "hf-to-int4",
         "quantize a Hugging Face directory to packed INT4",
+        partial(_convert, lambda: slime_convert.hf_to_int4),
         Flag("--group-size", type=int, choices=(32, 128), default=32, help="columns that share a scale (default: 32)"),
         Flag(
             "--ignore",
@@ -266,8 +275,12 @@ COMMANDS = (
             "any, else lm_head)",
         ),
     ),
-    _quantizing("int4-to-bf16", "expand a packed INT4 directory, such as Kimi-K2's, to bfloat16"),
-    Command(
+    _quantizing(
+        "int4-to-bf16",
+        "expand a packed INT4 directory, such as Kimi-K2's, to bfloat16",
+        partial(_convert, lambda: slime_convert.int4_to_bf16),
+    ),
+    Subcommand(
         "merge-lora",
         "Hugging Face directory and a LoRA adapter → Hugging Face directory",
         "merge-lora --hf-checkpoint Qwen3-4B --adapter my-adapter/ --save Qwen3-4B-merged",
@@ -276,16 +289,16 @@ COMMANDS = (
             _path("--adapter", help=_ADAPTER),
             *(_SAVE, _FORCE, _SHARDS, _QUIET),
         ),
-        _convert,
+        partial(_convert, lambda: slime_convert.merge_lora),
     ),
-    Command(
+    Subcommand(
         "inspect",
         "say what a checkpoint holds (its headers are read, not its weights)",
         "inspect Qwen3-4B_torch_dist",
         (_path("checkpoint", metavar="PATH", help=_CHECKPOINT), _JSON),
         _inspect,
     ),
-    Command(
+    Subcommand(
         "verify",
         "compare two checkpoints, of any two formats, weight by weight",
         "verify Qwen3-4B Qwen3-4B_torch_dist",
@@ -304,7 +317,7 @@ COMMANDS = (
         epilog="Quantized weights are expanded, unless both checkpoints are quantized in the same way. "
         "Exit code: 0 if they are equal, 1 if they differ, 2 if they cannot be compared.",
     ),
-    Command(
+    Subcommand(
         "check-model",
         "prove that models like this one convert: a tiny random one, there and back, in transformers and Megatron",
         "check-model Qwen3-4B",
@@ -316,12 +329,14 @@ COMMANDS = (
         _check_model,
         epilog="Needs transformers, and megatron-core for its proofs. Exit code: 0 if no proof failed, else 1.",
     ),
-    Command(
+    Subcommand(
         "megatron-flags",
         "print the flags that give Megatron a model's shape",
         "megatron-flags Qwen3-4B",
         (_path("model", metavar="MODEL", help="Hugging Face directory, or a name that list-models prints"),),
         _megatron_flags,
     ),
-    Command("list-models", "published models whose shape flags megatron-flags prints", "list-models", (), _list_models),
+    Subcommand(
+        "list-models", "published models whose shape flags megatron-flags prints", "list-models", (), _list_models
+    ),
 )

@@ -1,4 +1,4 @@
-"""What to do where a package of an extra is missing. slime-core has the same, which this package does without."""
+"""Advice where a package of an extra is missing. slime-core has the same, which this package does without."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ from pathlib import Path
 
 
 def install_hint(distribution: str, extra: str) -> str:
-    """The command that installs what an extra of one of our packages adds, whose own name is on no index.
-
-    Args:
-        distribution: Our package, as it is installed.
-        extra: The extra, such as ``gguf``.
-    """
+    """The command that installs what an extra, such as ``gguf``, adds to a package of ours, which is on no index."""
     try:
         texts = metadata.requires(distribution) or []
     except metadata.PackageNotFoundError:  # its files are there, as in a checkout on PYTHONPATH

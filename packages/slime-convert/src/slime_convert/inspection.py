@@ -28,12 +28,10 @@ _SCALES = ("_scale_inv", "weight_scale", "input_scale", "_zero_point", "weight_s
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
-        format: Name of the format, such as ``hf``.
         directory: Where the files are: one iteration of a Megatron checkpoint; the file itself for GGUF.
-        files: Bytes of each file that holds tensors.
         tensors: The model's tensors, stacks of layers taken apart.
         optimizer: Tensors of the optimizer's state.
         iteration: ``release`` or a step, of a Megatron checkpoint.
@@ -41,7 +39,6 @@ class Contents:
         family: Hugging Face ``model_type``, or GGUF's architecture; ``None`` if unknown.
         shape: The model's shape; ``None`` if unknown or not supported.
         arguments: Megatron's arguments as the checkpoint records them, plain values only.
-        quantization: Method and settings, of a quantized model.
         packed_bits: Bits of one parameter in tensors named ``*_packed`` or ``*_blocks``.
         repeated: Tensors that do not count as parameters, because another holds the same.
         notes: What else a reader should know.
@@ -123,7 +120,7 @@ class Contents:
 
 
 def inspect_checkpoint(path: str | Path) -> Contents:
-    """What a checkpoint of any format holds, or one iteration of it. Its headers are read, not its tensors.
+    """The contents of a checkpoint of any format, or of one iteration. Its headers are read, not its tensors.
 
     Raises:
         ConvertError: It is not a checkpoint, or a file of it is missing, cut off or damaged.

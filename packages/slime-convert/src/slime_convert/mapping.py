@@ -6,14 +6,15 @@ It works on torch's tensors and on lazy ones (:mod:`slime_convert.files.tensors`
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from slime_convert.errors import WeightError
 from slime_convert.families import FAMILIES
-from slime_convert.families.family import EMBEDDING, OUTPUT, ROWS, WHOLE, Part, Rule, in_module
+from slime_convert.families.family import EMBEDDING, OUTPUT, ROWS, WHOLE, HfPart, WeightRule, in_module
 from slime_convert.families.layouts import LESS_ONE, AnyTensor, concat, plus_one, split
 from slime_convert.files.reading import TensorReader, are_equal
 from slime_convert.files.tensors import LazyTensor, TensorInfo
@@ -24,7 +25,7 @@ from slime_convert.shape import ModelShape
 class _Weight:
     """A row of the table for one layer (in prediction module m, the number of layers plus m) and one expert, if any."""
 
-    rule: Rule
+    rule: WeightRule
     layer: int
     expert: int = 0
     module: int = 0
@@ -68,7 +69,7 @@ class WeightMap:
         rows = _weights(shape, 1 if one_expert else None)
         self._weights = {weight.fill(weight.rule.megatron): weight for weight in rows}
         self._by_name = self._weights | {
-            weight.fill(weight.rule.engine_name): weight for weight in self._weights.values() if weight.rule.engine_name
+            weight.fill(weight.rule.te_name): weight for weight in self._weights.values() if weight.rule.te_name
         }
         self._hf: dict[str, list[tuple[str, int]]] = {}
         for name, weight in self._weights.items():
@@ -109,10 +110,16 @@ class WeightMap:
         """The Megatron weights that one Hugging Face weight lies in: several if it holds all experts of a layer."""
         return [name for name, _ in self._hf[hf_name]]
 
-    def engine_name(self, name: str) -> str:
+    def te_name(self, name: str) -> str:
         """The name of a Megatron weight in a model of Transformer Engine's layers."""
         weight = self._find(name)
-        return weight.fill(weight.rule.engine_name or weight.rule.megatron)
+        return weight.fill(weight.rule.te_name or weight.rule.megatron)
+
+    def engine_name(self, name: str) -> str:
+        """The former name of :meth:`te_name`."""
+        said = "WeightMap.engine_name is now te_name; the old name goes with the next release"
+        warnings.warn(said, DeprecationWarning, stacklevel=2)
+        return self.te_name(name)
 
     def expert(self, name: str) -> int | None:
         """The number of the expert that a Megatron weight belongs to, if it does."""
@@ -125,7 +132,7 @@ class WeightMap:
         Layers are numbered here even where they are stacked on disk; the experts of a layer share a name.
         """
         rule = self._find(name).rule
-        return [self._find(name).fill(stored) for stored in rule.stored_as or (rule.engine_name or rule.megatron,)]
+        return [self._find(name).fill(stored) for stored in rule.stored_as or (rule.te_name or rule.megatron,)]
 
     def stored_sections(self, name: str) -> dict[str, int]:
         """Rows of the sections that ``torch_dist`` checkpoints hold under keys of their own; empty without any."""
@@ -168,7 +175,7 @@ class WeightMap:
 
         Such is the factor B of a LoRA adapter. Another number of rows than the weight's is a :class:`WeightError`.
         """
-        rule: Rule = self._find(name).rule
+        rule: WeightRule = self._find(name).rule
         _check_shape(name, matrix, (*self._lengths(rule.dims)[:1], *matrix.shape[1:]))
         rows = [self._lengths(part.dims)[0] for part in rule.hf]
         parts: list[AnyTensor] = rule.layout.cut(matrix, rows, self._sizes)
@@ -253,8 +260,8 @@ class WeightMap:
         shares = [split(shard, rows) for shard in shards]
         return concat([share[number] for number in range(len(rows)) for share in shares])
 
-    def _units(self, rule: Rule, tensor: AnyTensor) -> list[int]:
-        """What must divide over the ranks: attention goes in whole query groups or heads, other rows one by one."""
+    def _units(self, rule: WeightRule, tensor: AnyTensor) -> list[int]:
+        """Numbers of units that the ranks share out: whole query groups or heads of attention, else single rows."""
         if rule.sections:
             return self._section_rows(rule)
         axis = rule.split or ROWS
@@ -271,11 +278,11 @@ class WeightMap:
             advice = f"weights look like {like!r}; use whole-model layer numbers and no wrapper's prefix"
             raise WeightError(f"{name!r} is not a weight of {model}; {advice}") from None
 
-    def _part(self, hf_name: str) -> Part:
+    def _part(self, hf_name: str) -> HfPart:
         name, number = self._hf[hf_name][0]
         return self._weights[name].rule.hf[number]
 
-    def _section_rows(self, rule: Rule) -> list[int]:
+    def _section_rows(self, rule: WeightRule) -> list[int]:
         return [self._sizes[dim] for dim in rule.sections]
 
     def _lengths(self, dims: str) -> tuple[int, ...]:
@@ -295,8 +302,7 @@ class WeightMap:
         parts: list[AnyTensor] = rule.layout.cut(tensor, rows, self._sizes)
         return parts
 
-    def _loaded(self, part: Part, weight: _Weight, load: Callable[[str], AnyTensor]) -> AnyTensor:
-        """A part of a Megatron weight, its shape checked."""
+    def _loaded(self, part: HfPart, weight: _Weight, load: Callable[[str], AnyTensor]) -> AnyTensor:
         name = weight.fill(part.name)
         tensor, expected = load(name), self.hf_shape(name)
         _check_shape(name, tensor, expected)
@@ -357,6 +363,15 @@ def check_weight_count(shape: ModelShape, tensors: Mapping[str, LazyTensor | Ten
         )
 
 
+def without_missing_modules(shape: ModelShape, names: Collection[str], where: Path) -> tuple[ModelShape, list[str]]:
+    """The shape, without prediction modules if their weights are missing (transformers saves none), and a note."""
+    modules = set(WeightMap(shape).module_names()) if shape.mtp_num_layers else set()
+    if not modules or any(name in modules or name.startswith("mtp.") for name in names):
+        return shape, []
+    note = f"{where} lacks the model's prediction modules ({shape.mtp_num_layers}); the output is without them too"
+    return replace(shape, mtp_num_layers=0), [note]
+
+
 def _named_sizes(shape: ModelShape, padded_vocab_size: int) -> Mapping[str, int]:
     """Lengths of the dimensions that the tables name; 0 where the model has none."""
     heads, groups, head = shape.num_attention_heads, shape.num_query_groups, shape.kv_channels
@@ -413,12 +428,11 @@ def _weights(shape: ModelShape, most_experts: int | None) -> Iterator[_Weight]:
 
 
 def _has(shape: ModelShape, when: str) -> bool:
-    """Whether a shape has what a rule asks for."""
     return not when or bool(getattr(shape, when.removeprefix("!"))) != when.startswith("!")
 
 
 def _layer_weights(
-    shape: ModelShape, rules: Sequence[Rule], experts: int, layer: int, module: int = 0
+    shape: ModelShape, rules: Sequence[WeightRule], experts: int, layer: int, module: int = 0
 ) -> Iterator[_Weight]:
     for rule in rules:
         if not rule.layers or shape.has_layer(rule.layers, layer):

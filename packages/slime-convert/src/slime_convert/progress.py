@@ -1,4 +1,4 @@
-"""What people are shown: how far a conversion is, what it wrote, tables."""
+"""Text for people: how far a conversion is, what it wrote, tables."""
 
 from __future__ import annotations
 
@@ -25,13 +25,10 @@ def no_progress(done_bytes: int, total_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion wrote.
+    """The result of a conversion.
 
     Attributes:
-        path: The directory.
-        num_weights: Weights in it.
         num_bytes: Bytes of the weights.
-        seconds: Time the conversion took.
         copied: Names of the weights that were copied from the original model because the checkpoint lacks them.
         notes: What else a user should know, one sentence each.
     """

@@ -17,11 +17,9 @@ from slime_convert.shape import ModelShape
 
 @dataclass(frozen=True)
 class PublishedModel:
-    """A published shape.
+    """A published shape: its models, as their makers name them, and what it depends on of their ``config.json``.
 
-    Attributes:
-        models: The models that have it, as their makers name them.
-        config: The values of their ``config.json`` that the shape depends on; ``max_position_embeddings`` may differ.
+    ``max_position_embeddings`` may differ between them.
     """
 
     models: str
@@ -38,9 +36,6 @@ PUBLISHED: Mapping[str, PublishedModel] = {
     for name, entry in json.loads(files("slime_convert").joinpath("published.json").read_text("utf-8")).items()
 }
 """Published shapes by the name of their file in ``scripts/models``."""
-
-_ALIKE = 0.8
-"""How like a published name another one must be to mean it."""
 
 
 def published_config(model: str) -> Mapping[str, Any] | None:
@@ -63,7 +58,7 @@ def nearest_published(model: str) -> str | None:
     owner, _, plain = model.casefold().rpartition("/")
     names = {one.casefold(): name for name, entry in PUBLISHED.items() for one in (name, *entry.models.split(", "))}
     begins = [one for one in names if plain.startswith(f"{one}-")] if owner else []
-    near = [max(begins, key=len)] if begins else difflib.get_close_matches(plain, names, n=1, cutoff=_ALIKE)
+    near = [max(begins, key=len)] if begins else difflib.get_close_matches(plain, names, n=1, cutoff=0.8)
     return names[near[0]] if near else None
 
 

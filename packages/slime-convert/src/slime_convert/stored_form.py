@@ -10,7 +10,8 @@ from torch import Tensor
 from slime_convert.errors import HfConfigError, QuantizationError, WeightError
 from slime_convert.files import read_json
 from slime_convert.formats.safetensors import read_directory
-from slime_convert.quantize import PACKED, SCALE, SCALE_INV, SHAPE, Fp8Format, Int4Format, read_format, settings_of
+from slime_convert.quantize.expanding import PACKED, SCALE, SCALE_INV, SHAPE
+from slime_convert.quantize.formats import Fp8Format, Int4Format, read_format, settings_of
 from slime_convert.quantize.numbers import quantize_fp8, quantize_int4
 
 

@@ -2,18 +2,19 @@
 
 import copy
 import dataclasses
+import os
+import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 
-from check.prediction import all_logits
-from check.test_families import CONFIGS
+from slime_convert import hf_to_torch_dist, megatron_to_hf
 from slime_convert.check import proofs
 from slime_convert.check.tiny import WEIGHTS, build, quiet, tiny_config
-from slime_convert.convert import hf_to_torch_dist, megatron_to_hf
 from slime_convert.errors import ConvertError
 from slime_convert.shape import ModelShape
+from support.prediction_modules import all_logits
+from support.published_configs import CONFIGS
 
 ALWAYS = ("llama",)
 EVERY = [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.full) for name in CONFIGS]
@@ -100,10 +101,10 @@ def test_another_value_in_any_field_is_refused_or_converts_as_transformers_reads
     assert sum(len(what) for what, _, _ in found) > 10
     rows = [proofs._row("there and back", partial(there_and_back, model)) for _, model, _ in found]
     logits = {model.directory: logits_KBSV for _, model, logits_KBSV in found}
-    monkeypatch.setattr(proofs, "_MEGATRON", "core_parts")
-    monkeypatch.setattr(proofs, "what_core_lacks", lambda shape: "")
+    monkeypatch.setattr(proofs, "_MEGATRON", "support.core_parts")
+    monkeypatch.setattr(proofs, "missing_in_megatron", lambda shape: "")
     monkeypatch.setattr(proofs, "expected_logits", lambda model: logits[model.directory])
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     outcomes = proofs._run_in_megatron([model for _, model, _ in found], tmp_path, wanted=True)
     refused = [what for (what, _, _), row in zip(found, rows, strict=True) if "weights that a" in row.detail]
     assert all(one.startswith(MAY_NOT_FIT) for what in refused for one in what)

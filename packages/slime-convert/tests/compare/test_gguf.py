@@ -10,12 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from slime_convert import verify
-from slime_convert.convert import hf_to_torch_dist
+from slime_convert import hf_to_fp8, hf_to_torch_dist, verify
 from slime_convert.errors import GgufError, UnsupportedModelError
 from slime_convert.formats.gguf import GgufWeights, need_extra
-from slime_convert.quantize.convert import hf_to_fp8
-from tiny_models import read, weights_of
+from support.family_models import read, weights_of
 
 ROWS = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
 ROWS |= {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}

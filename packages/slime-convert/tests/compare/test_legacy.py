@@ -9,12 +9,11 @@ import sys
 import pytest
 import torch
 
-from slime_convert import ModelShape, verify
-from slime_convert.convert import hf_to_torch_dist
+from slime_convert import ModelShape, hf_to_torch_dist, verify
 from slime_convert.errors import CheckpointError
 from slime_convert.inspection import inspect_checkpoint
 from slime_convert.mapping import WeightMap
-from tiny_models import weights_of
+from support.family_models import weights_of
 
 RANK_FILE = "iter_0000005/mp_rank_00/model_optim_rng.pt"
 MODELS = ["llama-tied", "qwen3-untied", "qwen3-tied", "llama3-scaled"]  # one rank, tensor-parallel, two of stages
@@ -102,7 +101,7 @@ def write_ranks(root, origin, *, grouped, recorded=True):
         for (t, e), state in ranks.items():
             if expert is not None and expert // local != e:
                 continue
-            key = weight_map.engine_name(name) if grouped else name
+            key = weight_map.te_name(name) if grouped else name
             if expert is not None:
                 old, new = (
                     (f"weight{expert}", f"weight{expert % local}")

@@ -9,12 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from slime_convert import verify
-from slime_convert.convert import hf_to_torch_dist
+from slime_convert import fp8_to_bf16, hf_to_fp8, hf_to_int4, hf_to_torch_dist, int4_to_bf16, verify
 from slime_convert.errors import QuantizationError
 from slime_convert.inspection import inspect_checkpoint
-from slime_convert.quantize.convert import fp8_to_bf16, hf_to_fp8, hf_to_int4, int4_to_bf16
-from tiny_models import weights_of
+from support.family_models import weights_of
 
 EXPANDED = {
     "fp8": "fp8, fmt e4m3, weight_block_size [128, 128]; expanded to bfloat16",

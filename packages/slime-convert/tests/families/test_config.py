@@ -315,18 +315,6 @@ def test_null_means_queries_without_a_latent():
             ModelShape.from_hf_config(written(config_class, q_lora_rank=None))
 
 
-def test_a_window_that_is_left_out_or_null():
-    """Mistral's class has one by default."""
-    longer = {"max_position_embeddings": 8192}
-    assert ModelShape.from_hf_config(written(MistralConfig, **longer)).window_size == 4095
-    assert ModelShape.from_hf_config(written(MistralConfig, **longer, sliding_window=None)).window_size is None
-    assert ModelShape.from_hf_config(written(MistralConfig, **longer, sliding_window=16)).window_size == 15
-    # One as long as the context is none.
-    assert ModelShape.from_hf_config(written(MistralConfig)).window_size is None
-    assert ModelShape.from_hf_config(written(MixtralConfig, **longer)).window_size is None
-    assert ModelShape.from_hf_config(written(MixtralConfig, **longer, sliding_window=16)).window_size == 15
-
-
 @pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, 0, -1e-6, 10**309])
 def test_numbers_that_no_model_has(key, value):

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from slime_convert.cli import main
 from slime_convert.errors import CheckpointError, HfConfigError
 from slime_convert.files import file_inside, read_file, read_json
-from tiny_models import tree
+from support.family_models import tree
 
 LIMIT = 20  # seconds
 

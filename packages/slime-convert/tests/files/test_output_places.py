@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from files.test_output import NO_ROOM, conversion, names_in, write, write_half
 from slime_convert.errors import OutputError
 from slime_convert.files.output import new_directory
+from support.outputs import NO_ROOM, conversion, names_in, write, write_half
 
 
 def test_a_link_stays_and_its_target_is_written(tmp_path):

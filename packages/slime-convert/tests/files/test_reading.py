@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from slime_convert.errors import CheckpointError, HfConfigError
 from slime_convert.files import reading
 from slime_convert.files.reading import TensorReader
-from slime_convert.files.tensors import LazyTensor, Piece, StoredBytes
+from slime_convert.files.tensors import ByteRange, LazyTensor, StoredBytes
 
 SIZE = 500
 
@@ -22,7 +22,7 @@ def place(tmp_path):
 
 
 def part(place, start, size):
-    return LazyTensor("uint8", (size,), (Piece(place, start, size),))
+    return LazyTensor("uint8", (size,), (ByteRange(place, start, size),))
 
 
 def flip(place, byte):

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from slime_convert.files.reading import TensorReader, are_equal, computed
 from slime_convert.files.tensors import (
     ITEM_BYTES,
+    ByteRange,
     LazyTensor,
     MadeBytes,
-    Piece,
     StoredBytes,
     concat,
     narrow,
@@ -82,7 +82,7 @@ def test_narrow_and_reshape(place, shape, data):
 def test_neighbouring_ranges_are_joined(place):
     whole, _ = stored(place, 0, (6, 4), "uint8")
     assert concat(split(whole, [1, 2, 3])).pieces == whole.pieces
-    assert concat([LazyTensor.zeros("uint8", (2, 4))] * 3).pieces == (Piece(None, 0, 24),)
+    assert concat([LazyTensor.zeros("uint8", (2, 4))] * 3).pieces == (ByteRange(None, 0, 24),)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_what_is_made_is_made_once_for_neighbouring_parts(place):
         return memoryview(bytes(range(12)))
 
     source = MadeBytes(12, make)
-    whole = LazyTensor("uint8", (3, 4), (Piece(source, 0, 12),))
+    whole = LazyTensor("uint8", (3, 4), (ByteRange(source, 0, 12),))
     with TensorReader() as reader:
         for row, part in enumerate(split(whole, [1, 1, 1])):
             assert reader.read(part).tolist() == list(range(4 * row, 4 * row + 4))

@@ -7,7 +7,7 @@ import pytest
 from slime_convert.errors import CheckpointError
 from slime_convert.files import writing
 from slime_convert.files.tensors import LazyTensor, StoredBytes, tensor_info
-from slime_convert.files.writing import NewFile, NewTensor, Placed, Segment, in_hand, write_files
+from slime_convert.files.writing import NewTensor, Placed, Segment, TensorFile, in_hand, write_files
 
 DATA = [bytes(range(10)), b"x" * 33, b"", bytes(range(100, 120))]
 
@@ -39,7 +39,7 @@ def files(directory, data=DATA, seen=None, stop_at=None):
             placed.append(Placed(NewTensor(tensor.info(name), load), offset, seal))
             offset += len(content) + 10
         blanks = [Segment(0, b"HEAD"), *(Segment(p.offset + p.tensor.info.nbytes, b" " * 10) for p in placed)]
-        result.append(NewFile(directory / f"f{number}", offset, blanks, placed))
+        result.append(TensorFile(directory / f"f{number}", offset, blanks, placed))
     return result
 
 
@@ -98,7 +98,7 @@ def test_a_file_of_another_size_is_begun_again(tmp_path, change):
 
 def test_a_tensor_that_is_not_as_announced_is_refused(tmp_path):
     tensor = NewTensor(tensor_info("a", "uint8", (3,)), lambda: made(b"xx"))
-    file = NewFile(tmp_path / "f", 3, [], [Placed(tensor, 0, lambda checksum: [])])
+    file = TensorFile(tmp_path / "f", 3, [], [Placed(tensor, 0, lambda checksum: [])])
     with pytest.raises(ValueError, match=r"a must be uint8 \(3,\), not uint8 \(2,\)"):
         write_files([file])
 
@@ -110,7 +110,7 @@ def test_damage_that_shows_at_the_end_only_is_an_error(tmp_path):
     tensor = LazyTensor.stored("uint8", (6,), place)
     from slime_convert.files.tensors import narrow
 
-    file = NewFile(tmp_path / "f", 2, [], [Placed(in_hand("a", narrow(tensor, 0, 1, 2)), 0, lambda checksum: [])])
+    file = TensorFile(tmp_path / "f", 2, [], [Placed(in_hand("a", narrow(tensor, 0, 1, 2)), 0, lambda checksum: [])])
     with pytest.raises(CheckpointError, match="the checksum of x is wrong"):
         write_files([file])
 
@@ -123,7 +123,7 @@ def test_an_error_of_the_reading_thread_is_raised_and_the_thread_ends(tmp_path, 
     tensors = [in_hand("a", made(b"xx")), NewTensor(tensor_info("b", "uint8", (2,)), wrong)]
     placed = [Placed(tensor, 2 * number, lambda checksum: []) for number, tensor in enumerate(tensors)]
     with pytest.raises(kind, match="wrong"):
-        write_files([NewFile(tmp_path / "f", 4, [], placed)])
+        write_files([TensorFile(tmp_path / "f", 4, [], placed)])
     assert not [thread for thread in threading.enumerate() if thread.name.startswith(("read_ahead", "flush"))]
 
 

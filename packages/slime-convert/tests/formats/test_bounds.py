@@ -28,7 +28,7 @@ from slime_convert.files.tensors import LazyTensor, concat, split
 from slime_convert.formats.gguf import read_gguf
 from slime_convert.formats.legacy import LegacyWeights
 from slime_convert.formats.torch_dist import TorchDistWeights
-from tiny_models import make_model, tree, weights_of
+from support.family_models import make_model, tree, weights_of
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 
 from slime_convert import ModelShape, WeightMap, megatron_to_hf
 from slime_convert.errors import ShapeMismatchError
-from tiny_models import assert_same_weights, weights_of
+from support.family_models import assert_same_weights, weights_of
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def ranks_of(origin, layout, engine, latents_in_parts):
     for name in weights.megatron_names():
         whole, expert = weights.from_hf(name, stored.__getitem__), weights.expert(name)
         stage = 0 if name.startswith("embedding") else len(layout.stages) - 1
-        local = weights.engine_name(name) if engine else name
+        local = weights.te_name(name) if engine else name
         if name.startswith("decoder.layers."):
             layer = int(name.split(".")[2])
             stage = next(p for p in range(len(layout.stages)) if first[p] <= layer < first[p + 1])

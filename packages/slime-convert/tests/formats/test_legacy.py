@@ -14,7 +14,7 @@ from slime_convert import ModelShape, WeightMap, hf_to_torch_dist, megatron_to_h
 from slime_convert.errors import CheckpointError, OutputError, ShapeMismatchError, WeightError
 from slime_convert.files.reading import TensorReader
 from slime_convert.formats.legacy import LegacyWeights
-from tiny_models import assert_same_weights, tree, weights_of
+from support.family_models import assert_same_weights, tree, weights_of
 
 RANK_FILE = "mp_rank_00/model_optim_rng.pt"
 
@@ -340,7 +340,7 @@ def test_experts_have_their_numbers_in_the_whole_model(tmp_path, layout, grouped
             parts = tp if expert is None else expert_tp or tp
             if expert is not None and expert // local != e:
                 continue
-            key = weight_map.engine_name(name) if grouped else name
+            key = weight_map.te_name(name) if grouped else name
             if expert is not None:
                 number = str(expert % local)
                 key = re.sub(r"\d+$", number, key) if grouped else re.sub(r"(experts\.)\d+", rf"\g<1>{number}", key)

@@ -17,7 +17,7 @@ from slime_convert.files.tensors import LazyTensor
 from slime_convert.files.writing import in_hand, write_files
 from slime_convert.formats.hf import HfWeights
 from slime_convert.formats.safetensors import INDEX, TORCH_NAMES, read_directory, read_header, shard_files
-from tiny_models import same_bits, weights_of
+from support.family_models import same_bits, weights_of
 
 
 def lazy(tensor):

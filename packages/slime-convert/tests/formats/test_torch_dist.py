@@ -1,7 +1,6 @@
-"""What is written can be read by torch's own reader, and what megatron-core would write can be read by ours."""
+"""torch's own reader reads what is written here, and our reader what megatron-core would write."""
 
 import io
-import json
 import pickle
 import random
 import shutil
@@ -21,56 +20,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from slime_convert.errors import CheckpointError, WeightError
+from slime_convert.errors import CheckpointError
 from slime_convert.files.reading import TensorReader, bytes_of
-from slime_convert.files.tensors import ITEM_BYTES, LazyTensor
-from slime_convert.files.writing import in_hand, write_files
+from slime_convert.files.tensors import ITEM_BYTES
 from slime_convert.formats.torch_dist import TorchDistWeights, check_metadata
-from slime_convert.formats.torch_dist_names import Place, layers_under, places
-from slime_convert.formats.torch_dist_writer import MegatronTensor, new_release
-
-NORM = "decoder.layers.{}.input_layernorm.weight"
-FC1 = "decoder.layers.{}.mlp.linear_fc1.weight"
-FC1_KEY = "decoder.layers.mlp.linear_fc1.weight"
-EMBEDDING = "embedding.word_embeddings.weight"
-
-
-def lazy(tensor):
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return LazyTensor.made(dtype, tuple(tensor.shape), lambda: bytes_of(tensor))
-
-
-def write(root, weights, args=None, **options):
-    """A release of some tensors by name."""
-    root.mkdir(parents=True, exist_ok=True)
-    tensors = [MegatronTensor(in_hand(name, lazy(tensor))) for name, tensor in weights.items()]
-    release = new_release(root, tensors, args or {}, **options)
-    write_files(release.tensors)
-    for name, data in release.others.items():
-        (root / name).write_bytes(data)
-    return root
-
-
-def load(directory, name):
-    with TensorReader() as reader:
-        tensor = reader.load(TorchDistWeights(directory).tensor(name))
-        reader.finish()
-    return tensor
-
-
-@pytest.fixture
-def weights():
-    generator = torch.Generator().manual_seed(0)
-    tensors = {EMBEDDING: torch.randn(7, 4, generator=generator)}
-    for layer in range(3):
-        tensors[NORM.format(layer)] = torch.randn(4, generator=generator).bfloat16()
-        tensors[FC1.format(layer)] = torch.randn(6, 4, generator=generator)
-    return tensors
-
-
-@pytest.fixture
-def written(tmp_path, weights):
-    return write(tmp_path / "release", weights, {"num_layers": 3})
+from support.releases import EMBEDDING, FC1, FC1_KEY, NORM, load
+from support.releases import write_release as write
 
 
 def test_written_weights_are_read_back(written, weights):
@@ -81,56 +36,6 @@ def test_written_weights_are_read_back(written, weights):
     for name, tensor in weights.items():
         assert torch.equal(load(written, name), tensor)
     assert checkpoint.arguments == {"num_layers": 3} and checkpoint.notes == ()
-
-
-def test_files_and_keys_are_those_that_megatron_core_asks_for(written):
-    assert {path.name for path in written.iterdir()} == {".metadata", "__0_0.distcp", "common.pt", "metadata.json"}
-    assert json.loads((written / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
-    common = torch.load(written / "common.pt", weights_only=True)
-    assert common == {"args": {"num_layers": 3}, "checkpoint_version": 3.0, "iteration": 0}
-    records = dcp.FileSystemReader(written).read_metadata().state_dict_metadata
-    assert records["decoder.layers.self_attention.linear_qkv.layer_norm_weight"].size == (3, 4)
-    assert records[FC1_KEY].size == (3, 6, 4)
-    assert "decoder.layers.mlp.linear_fc1._extra_state/shard_2_3" in records
-
-
-@pytest.mark.parametrize("part_bytes", [None, 200])
-def test_torch_loads_the_stacked_tensors(tmp_path, weights, part_bytes):
-    written = write(tmp_path / "release", weights, part_bytes=part_bytes)
-    assert len(list(written.glob("*.distcp"))) == (3 if part_bytes else 1)
-    loaded = {
-        EMBEDDING: torch.zeros(7, 4),
-        FC1_KEY: torch.zeros(3, 6, 4),
-        "decoder.layers.mlp.linear_fc1._extra_state/shard_0_3": io.BytesIO(),
-    }
-    dcp.load(loaded, checkpoint_id=written, no_dist=True)
-    assert torch.equal(loaded[EMBEDDING], weights[EMBEDDING])
-    for layer, tensor in enumerate(loaded[FC1_KEY]):
-        assert torch.equal(tensor, weights[FC1.format(layer)])
-    assert loaded["decoder.layers.mlp.linear_fc1._extra_state/shard_0_3"] == [None]
-
-
-def test_layers_that_differ_have_keys_of_their_own(tmp_path, weights):
-    weights[FC1.format(1)] = torch.ones(2, 4)
-    written = write(tmp_path / "release", weights, stack_layers=False)
-    assert torch.equal(load(written, FC1.format(1)), weights[FC1.format(1)])
-    loaded = {FC1.format(1): torch.zeros(2, 4)}
-    dcp.load(loaded, checkpoint_id=written, no_dist=True)
-    assert loaded[FC1.format(1)].all()
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({FC1.format(1): torch.ones(2, 4)}, r"have float32 \(2, 4\), float32 \(6, 4\), but Megatron keeps them in one"),
-        ({FC1.format(1): torch.ones(6, 4).double()}, r"have float32 .*, float64 .*save the model with one type"),
-        ({FC1.format(1): None}, r"linear_fc1\.weight is there for \[\(0,\), \(2,\)\], not for all of \(3,\) layers"),
-    ],
-)
-def test_layers_that_cannot_be_stacked_are_refused(tmp_path, weights, changes, words):
-    weights = {name: tensor for name, tensor in (weights | changes).items() if tensor is not None}
-    with pytest.raises(WeightError, match=words):
-        write(tmp_path / "release", weights)
 
 
 class Foreign:
@@ -450,16 +355,6 @@ def test_a_flipped_byte_of_any_weight_is_noticed(written, weights):
             with pytest.raises(CheckpointError, match=r"__0_0\.distcp is damaged: the checksum of .* is wrong"):
                 load(written, name)
     dcp.load({FC1_KEY: torch.zeros(3, 6, 4)}, checkpoint_id=written, no_dist=True)
-
-
-def test_layers_of_a_stack_are_found_back():
-    key, shape = "decoder.layers.mlp.linear_fc2.weight", (3, 5, 4)
-    layers = dict(layers_under(key, shape))
-    assert set(layers.values()) == {(5, 4)} and len(layers) == 3
-    for number, name in enumerate(layers):
-        assert Place((key,), number) in places(name)
-    for alone in ("decoder.layers.2.mlp.linear_fc2.weight", "decoder.final_layernorm.weight"):
-        assert list(layers_under(alone, (5,))) == [(alone, (5,))]
 
 
 def test_what_describes_nothing_is_refused_before_torch_reads_it(written):

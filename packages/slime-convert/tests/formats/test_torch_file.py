@@ -1,4 +1,4 @@
-"""What ``torch.save`` writes is read as ``torch.load`` reads it, and the other way round; hostile files do no harm."""
+"""Files of ``torch.save`` are read as ``torch.load`` reads them, and the other way round; hostile files do no harm."""
 
 import contextlib
 import itertools
@@ -22,7 +22,7 @@ from slime_convert.files.reading import TensorReader, bytes_of
 from slime_convert.files.tensors import ITEM_BYTES, StoredBytes
 from slime_convert.formats.pickles import Obj
 from slime_convert.formats.torch_file import TorchFile, object_archive, tensor_archive
-from tiny_models import same_bits
+from support.family_models import same_bits
 
 DTYPES = [getattr(torch, name) for name in ITEM_BYTES]
 

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from slime_convert.errors import HfConfigError, QuantizationError
-from slime_convert.quantize import Fp8Format, Int4Format, read_format, without_quantization
+from slime_convert.quantize.formats import Fp8Format, Int4Format, read_format, without_quantization
 
 # As DeepSeek-V3 and Kimi-K2-Thinking publish them.
 DEEPSEEK = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from slime_core.flags import FlagSpec as FlagSpec
     from slime_core.flags import flag_specs as flag_specs
     from slime_core.hooks import HookArgs as HookArgs
+    from slime_core.interfaces import Batches as Batches
     from slime_core.interfaces import DataSource as DataSource
-    from slime_core.interfaces import GroupFilter as GroupFilter
+    from slime_core.interfaces import Engines as Engines
     from slime_core.interfaces import GroupReward as GroupReward
     from slime_core.interfaces import Reward as Reward
-    from slime_core.interfaces import Rollout as Rollout
     from slime_core.interfaces import TrainerWorker as TrainerWorker
     from slime_core.interfaces import WeightChannel as WeightChannel
     from slime_core.types import *  # noqa: F403
@@ -31,9 +31,9 @@ _NAMES = {
     "errors": "ConfigError DataError IntegrityError SlimeError",
     "flags": "FlagSpec flag_specs",
     "hooks": "HookArgs",
-    "interfaces": "DataSource GroupFilter GroupReward Reward Rollout TrainerWorker WeightChannel",
-    "types": "Drop EvalReport Group Keep Message Prompt Rendezvous RolloutBatch RolloutColumns Sample Status "
-    "SleepReport SyncReport TrainReport TrainSample TrainShard TrainStep Verdict WeightUpdate",
+    "interfaces": "Batches DataSource Engines GroupReward Reward TrainerWorker WeightChannel",
+    "types": "Account Drop EvalReport Group Keep Message Progress Prompt Rendezvous RolloutBatch RolloutColumns Sample "
+    "SleepReport Status SyncReport TrainReport TrainSample TrainShard TrainStep Verdict WeightUpdate",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_MODULES)
@@ -50,9 +50,9 @@ def __getattr__(name: str) -> Any:
         return value
     if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
         return importlib.import_module(f"{__name__}.{name}")
-    from slime_core.former_names import former
+    from slime_core.former_names import RENAMED, REPLACED, renamed
 
-    return former(__name__, name)
+    return renamed(__name__, RENAMED[__name__], REPLACED[__name__], level=3)(name)
 
 
 def __dir__() -> list[str]:

@@ -64,7 +64,7 @@ def try_balance(
     sizes: Sequence[float] | None = None,
     max_size: float = math.inf,
 ) -> list[list[int]] | None:
-    """:func:`balance`, but ``None`` where the counts allow no placement or the search found no room for an item."""
+    """:func:`balance`, but ``None`` where the counts allow no placement or the search found no bin for an item."""
     if bins < 1:
         raise ConfigError(f"cannot balance over {bins} bins; give 1 or more")
     if broken := [weight for weight in weights if not 0 <= weight < math.inf]:
@@ -83,9 +83,9 @@ def _largest_first(
     weights: Sequence[float], bins: int, min_items: int, most: int, sizes: Sequence[float], max_size: float
 ) -> list[list[int]] | None:
     placed: list[list[int]] = [[] for _ in range(bins)]
-    room = [max_size] * bins
+    space = [max_size] * bins
     heap: list[tuple[float, int]] = [(0, index) for index in range(bins)]
-    crowded: list[tuple[float, int]] = []  # bins without room for items of this size; no item is larger
+    crowded: list[tuple[float, int]] = []  # bins too full for items of this size; no item is larger
     short, left, limit, size = bins * min_items, len(weights), most, max_size
     for item in _order(weights, sizes if max_size < math.inf else weights):
         if left == short and limit != min_items:  # from here on every item goes to a bin that has too few
@@ -98,7 +98,7 @@ def _largest_first(
             for entry in crowded:
                 heapq.heappush(heap, entry)
             crowded = []
-        while heap and room[heap[0][1]] < size:
+        while heap and space[heap[0][1]] < size:
             crowded.append(heapq.heappop(heap))
         if not heap:
             return None
@@ -107,7 +107,7 @@ def _largest_first(
         left -= 1
         short -= len(bin_) < min_items
         bin_.append(item)
-        room[index] -= size
+        space[index] -= size
         if len(bin_) < limit:
             heapq.heapreplace(heap, (load + weights[item], index))
         else:
@@ -116,7 +116,7 @@ def _largest_first(
 
 
 def _order(weights: Sequence[float], sizes: Sequence[float]) -> list[int]:
-    """The largest first, because they find room last; among equals the heaviest."""
+    """The largest first, because they are the hardest to place; among equals the heaviest."""
     order = sorted(range(len(weights)), key=weights.__getitem__, reverse=True)
     if sizes is not weights:
         order.sort(key=sizes.__getitem__, reverse=True)

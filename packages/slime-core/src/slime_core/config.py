@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from slime_core.algorithms import (
+    ADVANTAGE_ESTIMATORS,
+    LOSSES,
+    EstimatorType,
+    LossType,
+    estimator_that,
+    loss_that,
+    losses_in_words,
+    names,
+)
 from slime_core.flags import Config, flag
 from slime_core.needs import LAGS, TRAINS, given, unless
 
-ESTIMATORS = ("grpo", "gspo", "cispo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo")
+ESTIMATORS = tuple(ADVANTAGE_ESTIMATORS)
 """The estimators by name. A user-defined one has no name but a function: see :mod:`slime_core.ops.advantages`."""
 
 OTHER_ESTIMATORS = (
@@ -19,38 +29,44 @@ OTHER_LOSSES = (
     "sapo, gmpo, clip_cov and kl_cov are a function of yours: custom_loss with --custom-loss-function-path; gspo and "
     "cispo are values of --advantage-estimator"
 )
-"""What is said to those who ask for what other libraries have."""
-GROUP_RELATIVE = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "rloo")
+"""Advice to those who ask for estimators or losses of other libraries."""
+GROUP_RELATIVE = names(ADVANTAGE_ESTIMATORS, lambda row: row.is_relative)
 """Those that give a group of one sample an advantage of 0."""
 
-LOSS_TYPES = ("policy_loss", "sft_loss", "dpo_loss", "rm_loss", "custom_loss")
-"""What a train step minimises, by the name of ``--loss-type``."""
+LOSS_TYPES = tuple(LOSSES)
+"""The losses by name: the values of ``--loss-type``."""
 
-DATA_LOSSES = ("sft_loss", "dpo_loss", "rm_loss")
+DATA_LOSSES = names(LOSSES, lambda row: row.on_data)
 """Those that are trained on rows of a data set, without rewards."""
 
-PAIR_LOSSES = ("dpo_loss", "rm_loss")
+PAIR_LOSSES = names(LOSSES, lambda row: row.on_pairs)
 """Those of preference pairs."""
 
 KL_LOSS_TYPES = ("k1", "k2", "k3", "low_var_kl")
 
-_PAPER_BOUNDS = {
-    "gspo": "--eps-clip 3e-4 --eps-clip-high 4e-4",
-    "cispo": "no lower bound, --eps-clip 1, and a larger upper one, such as --eps-clip-high 4",
-}
-POLICY = (TRAINS, given("loss_type", "policy_loss", "custom_loss"))
-"""What flags of the policy's loss need; a custom loss may look at them."""
+POLICY = (TRAINS, loss_that(lambda row: not row.on_data))
+"""Needs of the policy loss's flags; a custom loss may look at them."""
 ADVANTAGES = (*POLICY, unless("disable_compute_advantages_and_returns"))
 OWN_ADVANTAGES = given("custom_advantage_function_path")
-CRITIC = (*ADVANTAGES, given("advantage_estimator", "ppo"), unless("custom_advantage_function_path"))
-TOKENS = (TRAINS, given("loss_type", "policy_loss", "sft_loss", "custom_loss"))
+CRITIC = (*ADVANTAGES, estimator_that(lambda row: row.needs_critic), unless("custom_advantage_function_path"))
+TOKENS = (TRAINS, loss_that(lambda row: not row.on_pairs))
 """The losses that are sums over tokens."""
-RELATIVE = given("advantage_estimator", *GROUP_RELATIVE)
-DPO = (TRAINS, given("loss_type", "dpo_loss"))
-_WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+RELATIVE = estimator_that(lambda row: row.is_relative)
+LOG_PROBS = given(
+    "loss_type", *names(LOSSES, lambda row: not row.on_data), *names(LOSSES, lambda row: row.has_reference)
+)
+"""The losses that may need log-probs from before the first step."""
+DPO = (TRAINS, loss_that(lambda row: "dpo_beta" in row.settings))
+
+_CUSTOM = names(LOSSES, lambda row: row.is_custom)
+_GRADIENTS = names(LOSSES, lambda row: row.is_policy_gradient)
+_CRITICS = names(ADVANTAGE_ESTIMATORS, lambda row: row.needs_critic)
+_GAMMA = names(ADVANTAGE_ESTIMATORS, lambda row: "gamma" in row.settings)
+_LAMBDA = names(ADVANTAGE_ESTIMATORS, lambda row: "lambd" in row.settings)
+_WITHOUT_DUAL_CLIP = names(ADVANTAGE_ESTIMATORS, lambda row: "eps_clip_c" in row.ignores)
 
 WEIGHED = (given("use_mis"), unless("mis_mode", "none"))
-"""What flags of weights need that are not all 1."""
+"""Needs of flags about weights that are not all 1."""
 
 MIS_LEVELS = ("token", "sequence", "geometric")
 MIS_MODES = ("truncate", "clip", "mask", "none")
@@ -59,7 +75,7 @@ TIS_MODES = ("truncate", "icepop")
 
 @dataclass(frozen=True, kw_only=True)
 class MisConfig(Config, needs=given("use_mis")):
-    """Which importance weights :func:`slime_core.ops.mis_weights` gives, and what it rejects.
+    """The importance weights and rejections of :func:`slime_core.ops.mis_weights`.
 
     Raises:
         ConfigError: A value is outside its range, with the value, the range and what to do.
@@ -117,7 +133,7 @@ class MisConfig(Config, needs=given("use_mis")):
 
 @dataclass(frozen=True, kw_only=True)
 class OffPolicyConfig(MisConfig, needs=POLICY):
-    """What is done about tokens that another policy sampled than the one that trains on them.
+    """Corrections for tokens that another policy sampled than the one that trains on them.
 
     Raises:
         ConfigError: A value is outside its range, or two of them contradict each other.
@@ -194,26 +210,29 @@ class AlgorithmConfig(OffPolicyConfig, needs=POLICY):
     """
 
     loss_type: str = flag(
-        "policy_loss",
+        LOSS_TYPES[0],
         choices=LOSS_TYPES,
-        help="what a step minimises: the policy gradient on generated samples; on rows of --prompt-data, the "
-        "cross-entropy of conversations (sft), DPO or a reward model's loss of preference pairs; or a custom loss",
+        help=f"what a step minimises: {losses_in_words()}",
         needs=TRAINS,
         advice=OTHER_LOSSES,
     )
     custom_loss_function_path: str | None = flag(
         None,
         metavar="PATH",
-        help="pkg.mod.fn or file.py:fn, from inputs to the loss and metrics (custom_loss)",
-        needs=(TRAINS, given("loss_type", "custom_loss")),
+        help=f"pkg.mod.fn or file.py:fn, from inputs to the loss and metrics ({', '.join(_CUSTOM)})",
+        needs=(TRAINS, given("loss_type", *_CUSTOM)),
     )
     disable_compute_advantages_and_returns: bool = flag(
         False,
         help="a custom loss takes no advantages; those on rows of a data set never do",
-        needs=(TRAINS, unless("loss_type", "policy_loss")),
+        needs=(TRAINS, unless("loss_type", *_GRADIENTS)),
     )
     advantage_estimator: str = flag(
-        "grpo", choices=ESTIMATORS, help="how rewards become advantages", needs=ADVANTAGES, advice=OTHER_ESTIMATORS
+        ESTIMATORS[0],
+        choices=ESTIMATORS,
+        help="how rewards become advantages",
+        needs=ADVANTAGES,
+        advice=OTHER_ESTIMATORS,
     )
     custom_advantage_function_path: str | None = flag(
         None,
@@ -227,26 +246,22 @@ class AlgorithmConfig(OffPolicyConfig, needs=POLICY):
     disable_grpo_std_normalization: bool = flag(
         False,
         help="leave out dividing by the group's standard deviation of rewards (Dr.GRPO)",
-        needs=(
-            *ADVANTAGES,
-            given("advantage_estimator", "grpo", "gspo", "cispo"),
-            unless("disable_rewards_normalization"),
-        ),
+        needs=(*ADVANTAGES, estimator_that(lambda row: row.divides), unless("disable_rewards_normalization")),
         harmless=True,
     )
     gamma: float = flag(
         1.0,
-        help="discount of later rewards (ppo, reinforce_plus_plus)",
+        help=f"discount of later rewards ({', '.join(_GAMMA)})",
         least=0,
         most=1,
-        needs=(*ADVANTAGES, given("advantage_estimator", "ppo", "reinforce_plus_plus") | OWN_ADVANTAGES),
+        needs=(*ADVANTAGES, given("advantage_estimator", *_GAMMA) | OWN_ADVANTAGES),
     )
     lambd: float = flag(
         1.0,
-        help="lambda of generalised advantage estimation (ppo)",
+        help=f"lambda of generalised advantage estimation ({', '.join(_LAMBDA)})",
         least=0,
         most=1,
-        needs=(*ADVANTAGES, given("advantage_estimator", "ppo") | OWN_ADVANTAGES),
+        needs=(*ADVANTAGES, given("advantage_estimator", *_LAMBDA) | OWN_ADVANTAGES),
     )
     normalize_advantages: bool = flag(
         False, help="whiten advantages over all trained tokens of a rollout; REINFORCE++ asks for it", needs=ADVANTAGES
@@ -267,10 +282,10 @@ class AlgorithmConfig(OffPolicyConfig, needs=POLICY):
         help="most that a token of negative advantage loses, in units of it; above 1 (dual clip)",
         above=1,
         advice="3 is usual",
-        needs=(*POLICY, unless("advantage_estimator", "cispo")),
+        needs=(*POLICY, unless("advantage_estimator", *_WITHOUT_DUAL_CLIP)),
     )
     value_clip: float = flag(
-        0.2, help="how far a critic's value may move from the old one (ppo)", least=0, needs=CRITIC
+        0.2, help=f"how far a critic's value may move from the old one ({', '.join(_CRITICS)})", least=0, needs=CRITIC
     )
     entropy_coef: float = flag(0.0, help="coefficient of the entropy bonus in the loss")
     use_kl_loss: bool = flag(False, help="add the KL divergence to the reference model to the loss")
@@ -303,27 +318,26 @@ class AlgorithmConfig(OffPolicyConfig, needs=POLICY):
         help="function of upstream's form that sums the policy loss over the tokens in place of the mean over samples",
         metavar="PATH",
     )
-    dpo_beta: float = flag(
-        0.1,
-        help="what a departure from the reference costs (DPO)",
-        above=0,
-        needs=DPO,
-    )
+    dpo_beta: float = flag(0.1, help="what a departure from the reference costs (DPO)", above=0, needs=DPO)
     dpo_label_smoothing: float = flag(
         0.0,
         help="probability that a preference is the wrong way round (conservative DPO)",
         least=0,
         below=0.5,
-        needs=DPO,
+        needs=(TRAINS, loss_that(lambda row: "dpo_label_smoothing" in row.settings)),
     )
-    dpo_reference_free: bool = flag(False, help="leave the reference model out of DPO", needs=DPO)
+    dpo_reference_free: bool = flag(
+        False,
+        help="leave the reference model out of DPO",
+        needs=(TRAINS, loss_that(lambda row: "dpo_reference_free" in row.settings)),
+    )
 
     def contradictions(self) -> Iterator[str]:
         """Settings that need, repeat or undo each other."""
         yield from super().contradictions()
-        if self.loss_type == "custom_loss" and self.custom_loss_function_path is None:
-            yield "--loss-type custom_loss needs --custom-loss-function-path, the loss; add that"
-        if self.advantage_estimator in _WHITENED and not self.normalize_advantages:
+        if self.loss.is_custom and self.custom_loss_function_path is None:
+            yield f"--loss-type {self.loss_type} needs --custom-loss-function-path, the loss; add that"
+        if self.estimator.is_whitened and not self.normalize_advantages:
             yield (
                 f"--advantage-estimator {self.advantage_estimator} is defined with whitened advantages; "
                 "set --normalize-advantages"
@@ -356,28 +370,38 @@ class AlgorithmConfig(OffPolicyConfig, needs=POLICY):
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What these settings do that a user may not expect, a line each."""
+        """Effects of these settings that a user may not expect, a line each."""
         found = []
         if self.use_kl_loss and not self.kl_loss_coef:
             found.append("--use-kl-loss without --kl-loss-coef: the KL divergence is measured, and changes no weight")
         elif self.use_kl_loss and self.kl_loss_type is None:
             found.append("--kl-loss-type is unset: k3; the upstream system's default, k1, has a mean gradient of 0")
-        usual = _PAPER_BOUNDS.get(self.advantage_estimator)
+        name, usual = self.advantage_estimator, self.estimator.paper_bounds
         if usual and self.eps_clip == 0.2 and self.eps_clip_high is None:
-            found.append(f"{self.advantage_estimator} with --eps-clip 0.2, the default of PPO: its paper takes {usual}")
-        if self.advantage_estimator == "rloo" and self.loss_divisor is None and not self.calculate_per_token_loss:
-            found.append("rloo averages over the tokens of a response; its paper sums over them: --loss-divisor 1")
+            found.append(f"{name} with --eps-clip 0.2, the default of PPO: its paper takes {usual}")
+        if self.estimator.paper_sums and self.loss_divisor is None and not self.calculate_per_token_loss:
+            found.append(f"{name} averages over the tokens of a response; its paper sums over them: --loss-divisor 1")
         return tuple(found)
+
+    @property
+    def loss(self) -> LossType:
+        """The row of ``loss_type``."""
+        return LOSSES.get(self.loss_type) or LossType(name=self.loss_type)
+
+    @property
+    def estimator(self) -> EstimatorType:
+        """The row of ``advantage_estimator``."""
+        return ADVANTAGE_ESTIMATORS.get(self.advantage_estimator) or EstimatorType(name=self.advantage_estimator)
 
     @property
     def on_data(self) -> bool:
         """Whether the loss is one of rows of a data set."""
-        return self.loss_type in DATA_LOSSES
+        return self.loss.on_data
 
     @property
     def on_pairs(self) -> bool:
         """Whether the loss is one of preference pairs: two samples each."""
-        return self.loss_type in PAIR_LOSSES
+        return self.loss.on_pairs
 
     @property
     def uses_advantages(self) -> bool:
@@ -387,22 +411,27 @@ class AlgorithmConfig(OffPolicyConfig, needs=POLICY):
     @property
     def compares_samples(self) -> bool:
         """Whether advantages are differences of rewards within a group alone, and so 0 where those are equal."""
-        own = self.custom_advantage_function_path is not None or self.disable_rewards_normalization
-        relative = self.advantage_estimator in GROUP_RELATIVE and not own
-        return self.uses_advantages and relative and not self.advantages_need_log_probs
+        own = self.custom_advantage_function_path is not None
+        return self.uses_advantages and self.centres_rewards and not (own or self.advantages_need_log_probs)
+
+    @property
+    def centres_rewards(self) -> bool:
+        """Whether the estimator starts from differences of rewards within a group."""
+        return self.estimator.is_relative and not self.disable_rewards_normalization
 
     @property
     def needs_reference(self) -> bool:
         """Whether log-probs under the reference model enter the loss or the advantages."""
-        if self.loss_type == "dpo_loss":
-            return not self.dpo_reference_free
+        if self.loss.has_reference:
+            unless = self.loss.reference_unless
+            return unless is None or not getattr(self, unless)
         return self.uses_advantages and (self.use_kl_loss or self.kl_coef != 0)
 
     @property
     def needs_critic(self) -> bool:
         """Whether advantages are estimated from the values of a critic."""
         own = self.custom_advantage_function_path is not None
-        return self.uses_advantages and self.advantage_estimator == "ppo" and not own
+        return self.uses_advantages and self.estimator.needs_critic and not own
 
     @property
     def advantages_need_log_probs(self) -> bool:
@@ -417,12 +446,12 @@ class AlgorithmConfig(OffPolicyConfig, needs=POLICY):
         under another loss than the policy's.
         """
         others = self.use_kl_loss or self.entropy_coef != 0 or self.needs_step_sums
-        return self.loss_type == "policy_loss" and not others
+        return self.loss.is_policy_gradient and not others
 
     @property
     def zero_rewards_add_nothing(self) -> bool:
         """The same of samples whose reward, as the estimator takes it, is 0: their advantages are 0 too."""
-        own = self.advantage_estimator == "ppo" or self.custom_advantage_function_path is not None
+        own = self.estimator.needs_critic or self.custom_advantage_function_path is not None
         moved = self.normalize_advantages or self.advantages_need_log_probs
         return self.zero_advantages_add_nothing and not (own or moved)
 

@@ -16,7 +16,7 @@ def asks(spec: FlagSpec, value: Any) -> bool:
 
 
 def shown_needs(spec: FlagSpec, specs: Mapping[str, FlagSpec]) -> list[str]:
-    """What a flag needs besides the defaults of others, for help."""
+    """A flag's needs that the defaults of other flags do not meet, for help."""
     needs = [need for need in spec.needs or () if need.kind is None]
     asked = {one.dest for need in needs for one in need.any_of if isinstance(one, Condition)}
     defaults = {dest: specs[dest].default for dest in asked if dest in specs}
@@ -26,7 +26,7 @@ def shown_needs(spec: FlagSpec, specs: Mapping[str, FlagSpec]) -> list[str]:
 def missing_need(
     spec: FlagSpec, specs: Mapping[str, FlagSpec], values: Mapping[str, Any], missing: Collection[str] = ()
 ) -> Need | None:
-    """What a flag has no effect without; ``None`` if it has one.
+    """The need that leaves a flag without effect; ``None`` if the flag has one.
 
     Args:
         spec: The flag.

@@ -89,18 +89,8 @@ def open_to_append(path: Path) -> TextIO:
         DataError: It is a link, a pipe or a device: in a folder that was somebody else's it may lead anywhere.
         OSError: It cannot be opened.
     """
-    try:
-        handle = os.open(
-            path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666
-        )
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link; a pipe that nobody reads
-            raise
-        raise DataError(f"{path} is not a regular file, so nothing is added to it; remove it") from error
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise DataError(f"{path} is not a regular file, so nothing is added to it; remove it")
-    return os.fdopen(handle, "a", encoding="utf-8")
+    how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+    return os.fdopen(_regular(path, how, "nothing is added to it"), "a", encoding="utf-8")
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -110,11 +100,24 @@ def open_file(path: Path) -> BinaryIO:
         DataError: It is not a regular file: a pipe would be waited for, and a device may have no end.
         OSError: It cannot be opened.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    return os.fdopen(_regular(path, os.O_RDONLY, "it is not read"), "rb")
+
+
+def _regular(path: Path, how: int, then: str) -> int:
+    """The handle of a regular file; DataError for anything else."""
+    said = f"{path} is not a regular file, so {then}; remove it"
+    # A link that is not followed; a pipe that nobody reads, a socket, or /dev/tty of a process without a terminal.
+    others = {errno.ENXIO, errno.ELOOP} if how & os.O_NOFOLLOW else {errno.ENXIO}
+    try:
+        handle = os.open(path, how | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno not in others:
+            raise
+        raise DataError(said) from error
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise DataError(f"{path} is not a regular file, so it is not read; remove it")
-    return os.fdopen(handle, "rb")
+        raise DataError(said)
+    return handle
 
 
 def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
@@ -154,7 +157,7 @@ def naming_damage(where: str | Path, advice: str = "get it again") -> Iterator[N
 
 
 def read_gzip(path: Path, *, most: int) -> bytes:
-    """What a file packs, of at most ``most`` bytes; raises as :func:`read_bytes`, and what :mod:`gzip` does."""
+    """The unpacked contents of a file, at most ``most`` bytes; raises as :func:`read_bytes` and :mod:`gzip`."""
     with open_file(path) as file, gzip.open(file) as packed:  # noqa: TID251  (limited below)
         content = packed.read(most + 1)
     if len(content) > most:

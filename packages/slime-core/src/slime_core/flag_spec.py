@@ -57,10 +57,10 @@ class FlagSpec:
         nargs: ``None`` for a single value, ``"+"`` for several. A repeated flag then appends.
         metavar: Placeholder in the help text, or ``None``.
         range: Which numbers are allowed.
-        may_change: Whether it may differ when a run is continued.
+        may_change: Whether a run may be continued with another value: what the run is does not depend on it.
         bare: Value when the flag is given without one; ``None`` if it needs one.
         needs: What it has no effect without, all of it; ``()`` if it always has one, ``None`` where nobody said.
-        harmless: Whether what it asks for is so anyway where it has no effect.
+        harmless: Whether what it asks for is so anyway where it has no effect, so that this is said, not refused.
     """
 
     name: str
@@ -84,7 +84,7 @@ class FlagSpec:
         return self.type is bool and self.nargs is None
 
     def problem(self, value: Any) -> str | None:
-        """What is wrong with a value: what was given, what is allowed, what to do; ``None`` if nothing is."""
+        """An error message: the value, the allowed ones, and what to do; ``None`` if the value is valid."""
         for item in value if isinstance(value, tuple | list) and self.nargs else (value,):
             if item is None:
                 continue
@@ -92,12 +92,11 @@ class FlagSpec:
                 return self._wrong_type(item)
             if isinstance(item, bool) and self.choices is None:
                 continue
+            advice = f"; {self.range.advice}" if self.range.advice else ""
             if self.choices is not None and item not in self.choices:
-                advice = f"; {self.range.advice}" if self.range.advice else ""
                 return f"{self.name} {item} is unknown; allowed: {', '.join(self.choices)}{advice}"
             if isinstance(item, int | float) and item not in self.range:
                 finite = "" if math.isfinite(item) else "a finite number, "
-                advice = f"; {self.range.advice}" if self.range.advice else ""
                 return f"{self.name} {item} must be {finite}{self.range}{advice}"
         return None
 
@@ -120,5 +119,5 @@ _PYTHON: Mapping[type, tuple[type, ...]] = {
     float: (numbers.Real,),
     bool: (bool,),
 }
-"""What may be given from Python for a flag of each type."""
+"""Python types of the values that a flag of each type takes."""
 _CALLED = {str: "text", int: "a whole number", float: "a number", bool: "True or False"}

@@ -21,16 +21,7 @@ from slime_core.errors import ConfigError
 from slime_core.flag_spec import FlagSpec, Range
 from slime_core.needs import Need, as_needs
 
-__all__ = [
-    "Config",
-    "FlagSpec",
-    "Range",
-    "collected_problems",
-    "flag",
-    "flag_specs",
-    "flag_values",
-    "template_problem",
-]
+__all__ = ["Config", "FlagSpec", "Range", "collected_problems", "flag", "flag_specs", "flag_values", "template_problem"]
 
 _COLLECTED: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("collected problems", default=None)
 
@@ -52,14 +43,16 @@ def collected_problems() -> Iterator[list[str]]:
 class Config:
     """Base of frozen config dataclasses: whoever has one has one that was checked.
 
-    ``class RunConfig(Config, needs=…)`` says what each flag of the class needs that has no ``needs`` of its own.
+    ``class RunConfig(Config, needs=…, may_change=True)`` sets both for its flags that do not set their own.
     """
 
-    _needs: ClassVar[tuple[Need, ...] | None] = None
+    _defaults: ClassVar[dict[str, Any]] = {"needs": None, "may_change": False}
 
-    def __init_subclass__(cls, needs: Need | Sequence[Need] | None = None, **given: Any) -> None:
+    def __init_subclass__(
+        cls, needs: Need | Sequence[Need] | None = None, may_change: bool = False, **given: Any
+    ) -> None:
         super().__init_subclass__(**given)
-        cls._needs = as_needs(needs)
+        cls._defaults = {"needs": as_needs(needs), "may_change": may_change}
 
     def __post_init__(self) -> None:
         """Check every value by its flag, and then how they go together.
@@ -80,7 +73,7 @@ class Config:
             collected += found
 
     def contradictions(self) -> Iterator[str]:
-        """What is wrong with values that are right each for itself; a line each."""
+        """Error messages about values that are valid each for itself but not together, a line each."""
         return iter(())
 
     @classmethod
@@ -103,7 +96,7 @@ class Config:
 
     def changed(self, **values: Any) -> Self:
         """The same with other values of some fields, also of those in records inside it."""
-        return self.of(**_all_values(self) | values)
+        return self.of(**field_values(self) | values)
 
     def adapted(self, **values: Any) -> Self:
         """The same with other values of some flags, and defaults where a flag has no effect with these."""
@@ -132,7 +125,7 @@ def flag(
     most: float | None = None,
     below: float | None = None,
     advice: str = "",
-    may_change: bool = False,
+    may_change: bool | None = None,
     bare: str | None = None,
     needs: Need | Sequence[Need] | None = None,
     harmless: bool = False,
@@ -151,7 +144,8 @@ def flag(
         most: Largest number allowed; or ``below``, which every number must be below.
         below: See ``most``.
         advice: What to give instead of a number out of range or another value than the choices, or why.
-        may_change: Whether a run may be continued with another value: what the run is does not depend on it.
+        may_change: Whether a run may be continued with another value: what the run is does not depend on it. As the
+            class has it unless given; likewise ``needs``.
         bare: Value when the flag is given without one.
         needs: What the flag has no effect without, of `slime_core.needs`; ``()`` for nothing.
         harmless: Whether what it asks for is so anyway where it has no effect, so that this is said, not refused.
@@ -173,7 +167,7 @@ def flag(
 
 
 def template_problem(name: str, template: str | None, fields: Sequence[str]) -> str | None:
-    """What is wrong with a flag's template of paths; ``None`` if it has each of ``fields`` and no other."""
+    """An error message about a flag's template of paths; ``None`` if it has each of ``fields`` and no other."""
     if template is None:
         return None
     values = dict.fromkeys(fields, 0)
@@ -209,18 +203,18 @@ def flag_specs(config: type[Any]) -> tuple[FlagSpec, ...]:
             type=item,
             default=field.default,
             nargs=nargs,
-            **{key: value for key, value in meta.items() if key not in ("name", "needs")},
-            needs=_needs_of_class(config, field.name) if meta["needs"] is None else meta["needs"],
+            **{key: value for key, value in meta.items() if key != "name" and value is not None},
+            **{key: value for key, value in _defaults_of(config, field.name).items() if meta[key] is None},
         )
         specs.append(spec)
     return _SPECS.setdefault(config, tuple(specs))
 
 
-def _needs_of_class(config: type[Any], name: str) -> tuple[Need, ...] | None:
-    """What flags of the class that defines a field need."""
+def _defaults_of(config: type[Any], name: str) -> dict[str, Any]:
+    """The defaults for flags of the class that defines a field."""
     found = next(base for base in config.__mro__ if name in inspect.get_annotations(base))
-    needs: tuple[Need, ...] | None = getattr(found, "_needs", None)
-    return needs
+    defaults: dict[str, Any] = getattr(found, "_defaults", Config._defaults)
+    return defaults
 
 
 def flag_values(config: Config) -> dict[str, Any]:
@@ -242,12 +236,12 @@ def _names(config: type[Any]) -> set[str]:
     return own.union(*map(_names, parts.values()))
 
 
-def _all_values(config: Config) -> dict[str, Any]:
-    """Every field of a config, and of the configs in it, by name."""
+def field_values(config: Any) -> dict[str, Any]:
+    """Every field of a config dataclass, flag or not; those of the configs in it in their place."""
     values: dict[str, Any] = {}
-    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+    for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        values |= _all_values(value) if isinstance(value, Config) else {field.name: value}
+        values |= field_values(value) if isinstance(value, Config) else {field.name: value}
     return values
 
 

@@ -1,4 +1,4 @@
-"""What a sequence costs a decoder to compute: a linear and a quadratic term. Plain numbers; no torch."""
+"""The cost of a sequence in a decoder: a linear and a quadratic term. Plain numbers; no torch."""
 
 from __future__ import annotations
 

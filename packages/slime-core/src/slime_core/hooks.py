@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slime_core.errors import ConfigError
-from slime_core.flags import Config
+from slime_core.flags import field_values
 
 
 class HookArgs:
@@ -33,7 +32,7 @@ class HookArgs:
         """
         merged = dict(values)
         for config in configs:
-            for name, value in _values(config).items():
+            for name, value in field_values(config).items():
                 if name in merged and merged[name] != value:
                     raise ConfigError(
                         f"{name} is {merged[name]!r} and, in {type(config).__name__}, {value!r}; "
@@ -84,12 +83,3 @@ class HookArgs:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HookArgs, (self._values,)
-
-
-def _values(config: Any) -> dict[str, Any]:
-    """The fields of a config dataclass; those of the configs in it in their place."""
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        values |= _values(value) if isinstance(value, Config) else {field.name: value}
-    return values

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
 
+from slime_core.former_names import renamed
 from slime_core.types import (
+    Account,
     EvalReport,
     Group,
+    Progress,
     RolloutBatch,
     Sample,
     SleepReport,
     SyncReport,
     TrainReport,
     TrainShard,
-    Verdict,
     WeightUpdate,
 )
 
@@ -59,22 +61,66 @@ class GroupReward(Protocol):
         """The rewards of the group's finished samples, in their order."""
 
 
-class GroupFilter(Protocol):
-    """Decides which scored groups are trained on, such as those whose rewards differ."""
+@runtime_checkable
+class Batches(Protocol):
+    """A run's batches, one after the other: generated, rows of a data set, or read from files.
 
-    def __call__(self, group: Group) -> Verdict:
-        """``Keep()``, or ``Drop(reason)``."""
+    :meth:`progress` and :meth:`cancel` may be called from another thread at any time; all others one after the other.
+    """
+
+    def start(self) -> list[str] | None:
+        """Start engines, or read the data; may return what a user should know, a line each."""
+
+    def generate(self, rollout_id: int) -> RolloutBatch:
+        """The batch of this number."""
+
+    def account(self) -> Account | None:
+        """The fate of all samples so far, where they are counted."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data, as plain values that JSON can hold."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from the position where ``state`` was saved."""
+
+    def cancel(self) -> None:
+        """End what another thread waits for, which raises `CancelledError`."""
+
+    def progress(self) -> Progress:
+        """How far it is; raises if something that it needs is gone."""
+
+    def close(self) -> None:
+        """Stop everything in order."""
+
+
+Target = TypeVar("Target", covariant=True)
+Tokens = TypeVar("Tokens", contravariant=True)
 
 
 @runtime_checkable
-class Rollout(Protocol):
-    """The generation half."""
+class Engines(Protocol[Target, Tokens]):
+    """The engines of a run that generates: their weights, their memory, and what they make of held-out prompts.
 
-    def generate(self, rollout_id: int) -> RolloutBatch:
-        """Generate and score one rollout."""
+    ``Target`` is where an update of weights goes, from which channels are opened; ``Tokens`` are fixed tokens.
+    """
+
+    def begin_update(self, *, only_behind: bool = False) -> Target:
+        """Where to send weights: to all engines, or only to those that lack the current ones."""
+
+    def confirm_update(self, version: int) -> None:
+        """Record that all engines of the last :meth:`begin_update` have this version."""
+
+    def fail_update(self, silent: Sequence[str] = ()) -> bool:
+        """Record that sending failed; returns whether the cause is an engine that is being replaced.
+
+        ``silent`` are addresses that gave no answer in time.
+        """
+
+    def canary_log_probs(self, urls: Sequence[str], tokens: Tokens) -> dict[str, list[float]]:
+        """Log-probs (nats) of fixed tokens, by engine."""
 
     def evaluate(self, rollout_id: int) -> EvalReport:
-        """Score the held-out prompts."""
+        """Generate for the held-out prompts, and score that."""
 
     def sleep(self, keep_weights: bool = False) -> None:
         """Stop generating, and give back device memory, with ``keep_weights`` all but the weights'.
@@ -87,12 +133,6 @@ class Rollout(Protocol):
 
         Weights that were given back are undefined until the next update.
         """
-
-    def state_dict(self) -> dict[str, Any]:
-        """State of the data source, as plain values."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was taken."""
 
 
 @runtime_checkable
@@ -150,8 +190,11 @@ class TrainerWorker(Protocol):
         Each of them has a ``channel`` of its own, to other engines than the others'; what other ranks have is ignored.
         """
 
-    def misread(self) -> list[str]:
+    def export_mismatches(self) -> list[str]:
         """Names of weights that :meth:`push` gathers otherwise than they are, on any rank."""
+
+    def finish_loading(self) -> None:
+        """Load what was left of a checkpoint for when nobody waits, such as the optimizer's state."""
 
     def save(self, iteration: int) -> str:
         """Write checkpoint ``iteration`` and return its directory. It is complete when :meth:`saved` says so."""
@@ -173,3 +216,6 @@ class TrainerWorker(Protocol):
 
     def close(self) -> None:
         """Leave the other ranks in order. Nothing is called after it."""
+
+
+__getattr__ = renamed(__name__, {name: f"slime_core.former_interfaces.{name}" for name in ("GroupFilter", "Rollout")})

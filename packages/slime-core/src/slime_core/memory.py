@@ -14,7 +14,7 @@ class MemoryStateError(SlimeError):
 
 
 class Held(enum.IntEnum):
-    """What a half holds in device memory; each includes what is before it."""
+    """The contents of a half's device memory; each value includes those before it."""
 
     NOTHING = 0
     WEIGHTS = 1
@@ -32,7 +32,7 @@ _WORDS = {
 
 
 class MemoryState:
-    """What one half holds, and which calls may come now.
+    """The device memory of one half, and the calls that may come now.
 
         EVERYTHING ── sleep(keep_weights=True) ─▶ WEIGHTS ── sleep() ─▶ NOTHING
         EVERYTHING ◀────────── wake() ─────────── WEIGHTS ◀── wake(weights_only=True) ── NOTHING
@@ -47,7 +47,7 @@ class MemoryState:
 
     @property
     def held(self) -> Held:
-        """What it holds now.
+        """The contents of its device memory now.
 
         Raises:
             MemoryStateError: A move failed.

@@ -1,4 +1,4 @@
-"""What a rollout and an evaluation look like in numbers, and the names that these are tracked under. No torch."""
+"""Metrics of a rollout and an evaluation, and the names that they are tracked under. No torch."""
 
 from __future__ import annotations
 

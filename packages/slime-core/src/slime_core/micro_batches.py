@@ -15,7 +15,7 @@ RankMicroBatches = list[list[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchLimits:
-    """What a micro-batch may hold, and how many a rank may have.
+    """Limits of a micro-batch, and of the number that a rank may have.
 
     Attributes:
         samples: Most samples in a micro-batch; ``None`` sets no limit.
@@ -123,7 +123,7 @@ def _fit(
 
 
 def _first_fit(tokens: Sequence[float], positions: Sequence[int], cap: float, most: int) -> RankMicroBatches:
-    """The longest first, each into the first micro-batch with room (11/9 of the fewest plus 6/9 at most; Dósa 2007)."""
+    """The longest first, each into the first that it fits (at most 11/9 of the fewest plus 6/9; Dósa 2007)."""
     bins: RankMicroBatches = []
     loads: list[float] = []
     for position in sorted(positions, key=lambda position: (-tokens[position], position)):

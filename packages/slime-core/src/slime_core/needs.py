@@ -1,4 +1,4 @@
-"""What a flag needs to have an effect, as data beside its definition, and the one rule that follows from it.
+"""The needs of flags, as data beside their definitions, and the one rule that follows from them.
 
 A row is the ``needs`` of a :func:`slime_core.flags.flag`: ``needs=given("use_kl_loss")``; several must all hold, and
 ``given("a") | given("b")`` is any one of them. A flag that was given without what it needs has no effect, and so has a

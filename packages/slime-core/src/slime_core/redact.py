@@ -49,10 +49,7 @@ _FORMS = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 """Secrets that are known by their form, as the services document it; detect-secrets and gitleaks look for the same."""
-_HEADER = re.compile(
-    r"(authorization\\*[\"']?\s*[:=]\s*\\*[\"']?)(?:\w+ +)?[^\s\"',}\\]+",
-    re.IGNORECASE,
-)
+_HEADER = re.compile(r"(authorization\\*[\"']?\s*[:=]\s*\\*[\"']?)(?:\w+ +)?[^\s\"',}\\]+", re.IGNORECASE)
 """Its value has a scheme and a secret, or a secret alone. JSON within JSON has backslashes before its quotes."""
 _NAME = re.compile(r"([\w.-]+)\\*[\"']?\s*[=:]\s*")
 _VALUE = re.compile(r"\\*[\"']?([^\"'&,;?=\s}\\]+=*)")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from slime_core.config import ESTIMATORS
+from slime_core.algorithms import estimator_row
 from slime_core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -110,13 +110,12 @@ def estimator_rewards(
     The other arguments, the result and the errors are those of :func:`normalize_group_rewards`; an unknown estimator is
     a ConfigError.
     """
-    if estimator not in ESTIMATORS:
-        raise ConfigError(f"the advantage estimator {estimator} is unknown; allowed: {', '.join(ESTIMATORS)}")
+    row = estimator_row(estimator)
     names: dict[str, Any] = {"sample_indices": sample_indices, "trajectory_ids": trajectory_ids}
-    if estimator == "rloo" and normalize:
+    if row.baseline == "others" and normalize:
         return leave_one_out_rewards(rewards, group_indices, **names)
-    relative = normalize and estimator not in ("ppo", "reinforce_plus_plus", "rloo")
-    divide = relative and divide_by_std and estimator != "reinforce_plus_plus_baseline"
+    relative = normalize and row.is_relative
+    divide = relative and divide_by_std and row.divides
     return normalize_group_rewards(rewards, group_indices, subtract_mean=relative, divide_by_std=divide, **names)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Sequence
 from itertools import zip_longest
@@ -42,41 +43,17 @@ _NOT_EXTRA = SAMPLE_COLUMNS - {*_CARRIED} | {KEPT, ROUTED, RAW_REWARDS, TRAIN_RE
 Postprocess = Callable[[int, Sequence[TrainSample]], list[TrainSample]]
 """From a rollout's number and its samples to the samples to train on: the same ones, in the same order."""
 FILLER_INDEX = -1
-"""``index`` and ``group_index`` of a sample that only fills a micro-batch: one token, no response, nothing trained."""
+"""``index`` of samples that filled empty micro-batches in shards of earlier versions; it goes with the next release."""
 
 
-def build_shards(
-    batch: RolloutBatch | RolloutColumns,
-    *,
-    algorithm: AlgorithmConfig,
-    temperature: float,
-    data_parallel_size: int,
-    micro_batch_size: int,
-    global_batch_size: int,
-    reward_key: str | None = None,
-    keep_groups_together: bool = False,
-    pairs: bool = False,
-    use_dynamic_batch_size: bool = False,
-    max_tokens_per_gpu: int | None = None,
-    context_parallel_size: int = 1,
-    virtual_pipeline_group: int = 1,
-    cost: Cost = token_count,
-    drop_untrained: bool = False,
-    drop_rest: bool = False,
-    needs_kept: bool = False,
-    needs_experts: bool = False,
-    postprocess: Postprocess | None = None,
-) -> list[TrainShard]:
-    """Normalise rewards and split a rollout into a shard per rank, in optimizer steps and micro-batches.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardSpec:
+    """How each rollout of a run is split; made once.
 
-    Every sample is in exactly one micro-batch, unless ``drop_untrained`` leaves it out. Steps take whole trajectories
-    in the rollout's order, ``global_batch_size`` each. In a step, ranks are balanced by ``cost`` and have equally many
-    micro-batches, the costliest first; an empty one gets a filler, :data:`FILLER_INDEX`. Aborted and failed samples
-    are counted but train nothing, also not by their group's mean. The same rollout gives the same shards.
-
-    Args:
+    Attributes:
         algorithm: Says how rewards are normalised.
         temperature: The sampling temperature, handed on to the trainer.
+        data_parallel_size: Number of shards.
         micro_batch_size: Most samples in a micro-batch; not used with ``use_dynamic_batch_size``.
         global_batch_size: Trajectories in an optimizer step, over all ranks.
         reward_key: Which entry of a reward given by name.
@@ -85,46 +62,95 @@ def build_shards(
         use_dynamic_batch_size: Limit a micro-batch by ``max_tokens_per_gpu`` instead.
         max_tokens_per_gpu: Most tokens, per context-parallel rank; a longer sample gets a micro-batch to itself.
         context_parallel_size: Number of ranks that share each sequence; a micro-batch holds as many times the tokens.
-        virtual_pipeline_group: What the number of micro-batches must be a multiple of; 1 without a virtual pipeline.
         cost: What computing a sequence of so many tokens costs, such as ``FlopsModel(...).training``.
         drop_untrained: Leave out samples that cannot change the weights, before ranks are balanced; they are counted.
         drop_rest: Leave out the last trajectories, which fill no step, where this would refuse; fewer are one step.
         needs_kept: Tokens were sampled under top-p, top-k or min-p, so every trained one needs its kept tokens.
         needs_experts: The trainer is to choose the engine's experts, so it must know them up to each trained token.
+    """
+
+    algorithm: AlgorithmConfig
+    temperature: float
+    data_parallel_size: int
+    micro_batch_size: int
+    global_batch_size: int
+    reward_key: str | None = None
+    keep_groups_together: bool = False
+    pairs: bool = False
+    use_dynamic_batch_size: bool = False
+    max_tokens_per_gpu: int | None = None
+    context_parallel_size: int = 1
+    cost: Cost = token_count
+    drop_untrained: bool = False
+    drop_rest: bool = False
+    needs_kept: bool = False
+    needs_experts: bool = False
+
+
+def build_shards(
+    batch: RolloutBatch | RolloutColumns,
+    spec: ShardSpec | None = None,
+    *,
+    postprocess: Postprocess | None = None,
+    **former: Any,
+) -> list[TrainShard]:
+    """Normalise rewards and split a rollout into a shard per rank, in optimizer steps and micro-batches.
+
+    Every sample is in exactly one micro-batch, unless ``drop_untrained`` leaves it out. Steps take whole trajectories
+    in the rollout's order, ``global_batch_size`` each. In a step, ranks are balanced by ``cost`` and have equally many
+    micro-batches, the costliest first; the trainer fills empty ones. Aborted and failed samples
+    are counted but train nothing, also not by their group's mean. The same rollout gives the same shards.
+
+    Args:
+        spec: How to split it.
         postprocess: Changes masks, rewards, log-probs or extras of the samples before they are split.
+        former: The fields of ``spec``, one by one, with a `DeprecationWarning`: the earlier signature.
 
     Raises:
         ConfigError: The sizes do not divide, or the token limit is missing.
         DataError: The rollout is empty, a group is not a pair, or a sample lacks a reward, a prompt or what it needs.
     """
+    if spec is None:
+        warnings.warn(
+            "build_shards(batch, algorithm=…, …) is now build_shards(batch, ShardSpec(algorithm=…, …)); the old "
+            "signature goes with the next release",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        former.pop("virtual_pipeline_group", None)  # it had no effect on what ranks compute
+        spec = ShardSpec(**former)
+    elif former:
+        raise TypeError(f"build_shards takes {', '.join(former)} as a part of its ShardSpec")
     trajectories = _trajectories(columns := (batch.columns() if isinstance(batch, RolloutBatch) else batch).samples)
-    samples = _prepared(columns, algorithm, reward_key, batch.rollout_id, trajectories, postprocess, needs_experts)
-    _check_replayed(samples, kept=needs_kept, experts=needs_experts)
-    cap = max_tokens_per_gpu if use_dynamic_batch_size else None
-    trajectories, num_samples = _stepped(trajectories, global_batch_size, drop_rest)
+    samples = _prepared(columns, spec, batch.rollout_id, trajectories, postprocess)
+    if spec.needs_kept:
+        _check_kept(samples)
+    if spec.needs_experts:
+        _check_experts(samples)
+    trajectories, num_samples = _stepped(trajectories, spec.global_batch_size, spec.drop_rest)
     check_batch_sizes(
         num_samples=num_samples,
-        global_batch_size=global_batch_size,
-        data_parallel_size=data_parallel_size,
-        micro_batch_size=micro_batch_size,
-        use_dynamic_batch_size=use_dynamic_batch_size,
-        max_tokens_per_gpu=max_tokens_per_gpu,
-        context_parallel_size=context_parallel_size,
-        virtual_pipeline_group=virtual_pipeline_group,
-        pairs=pairs,
+        global_batch_size=spec.global_batch_size,
+        data_parallel_size=spec.data_parallel_size,
+        micro_batch_size=spec.micro_batch_size,
+        use_dynamic_batch_size=spec.use_dynamic_batch_size,
+        max_tokens_per_gpu=spec.max_tokens_per_gpu,
+        context_parallel_size=spec.context_parallel_size,
+        pairs=spec.pairs,
     )
-    samples = _pairs(columns, samples) if pairs else samples
+    samples = _pairs(columns, samples) if spec.pairs else samples
     planner = StepPlanner(
         samples=samples,
-        ranks=data_parallel_size,
-        limits=_limits(micro_batch_size, cap, context_parallel_size, virtual_pipeline_group),
-        by_group=keep_groups_together,
-        pairs=pairs,
-        cost=cost,
-        context_parallel_size=context_parallel_size,
+        ranks=spec.data_parallel_size,
+        limits=_limits(spec),
+        by_group=spec.keep_groups_together,
+        pairs=spec.pairs,
+        cost=spec.cost,
+        context_parallel_size=spec.context_parallel_size,
     )
-    chosen = _that_train(samples, algorithm) if drop_untrained and not pairs else range(len(samples))
-    return _place(planner, trajectories, global_batch_size, chosen, batch.rollout_id, temperature)
+    leaves_out = spec.drop_untrained and not spec.pairs
+    chosen = _trainable(samples, spec.algorithm) if leaves_out else range(len(samples))
+    return _place(planner, trajectories, spec.global_batch_size, chosen, batch.rollout_id, spec.temperature)
 
 
 def _stepped(trajectories: list[list[int]], size: int, drop_rest: bool) -> tuple[list[list[int]], int]:
@@ -146,14 +172,16 @@ def beyond_whole_steps(rollout: RolloutColumns, global_batch_size: int) -> list[
     return [at for parts in trajectories[whole_steps(len(trajectories), global_batch_size) :] for at in parts]
 
 
-def _limits(samples: int, tokens: int | None, ranks: int, multiple: int) -> MicroBatchLimits:
-    """Of a micro-batch: its samples, or where ``tokens`` are given those of each rank that shares a sequence."""
+def _limits(spec: ShardSpec) -> MicroBatchLimits:
+    """Samples of a micro-batch, or its tokens on all ranks that share a sequence."""
+    tokens = spec.max_tokens_per_gpu if spec.use_dynamic_batch_size else None
     return MicroBatchLimits(
-        samples=None if tokens else samples, tokens=tokens * ranks if tokens else None, multiple=multiple
+        samples=None if tokens else spec.micro_batch_size,
+        tokens=None if tokens is None else tokens * spec.context_parallel_size,
     )
 
 
-def _that_train(samples: Sequence[TrainSample], algorithm: AlgorithmConfig) -> set[int]:
+def _trainable(samples: Sequence[TrainSample], algorithm: AlgorithmConfig) -> set[int]:
     """Positions of the samples that can change the policy's weights."""
     ignored = algorithm.zero_rewards_add_nothing
     return {at for at, one in enumerate(samples) if one.loss_mask.any() and not (ignored and one.reward == 0)}
@@ -161,21 +189,18 @@ def _that_train(samples: Sequence[TrainSample], algorithm: AlgorithmConfig) -> s
 
 def _prepared(
     columns: Columns,
-    algorithm: AlgorithmConfig,
-    reward_key: str | None,
+    spec: ShardSpec,
     rollout_id: int,
     trajectories: Sequence[list[int]],
     postprocess: Postprocess | None,
-    with_experts: bool,
 ) -> list[TrainSample]:
     """The samples as ``postprocess`` leaves them, with the number of trained tokens of their trajectory."""
-    samples = train_samples(columns, algorithm, reward_key, with_experts=with_experts)
+    samples = train_samples(columns, spec.algorithm, spec.reward_key, with_experts=spec.needs_experts)
     if not samples:
         raise DataError(f"rollout {rollout_id} has no samples")
-    if postprocess is not None:
-        samples = postprocess(rollout_id, samples)
     if postprocess is None:
         return samples
+    samples = postprocess(rollout_id, samples)
     counts = {at: sum(int(samples[part].loss_mask.sum()) for part in parts) for parts in trajectories for at in parts}
     return [dataclasses.replace(sample, trajectory_tokens=counts[at]) for at, sample in enumerate(samples)]
 
@@ -243,26 +268,13 @@ def _place(
             placed: list[list[int]] = []
             for positions in micro_batches:
                 first = len(samples[rank])
-                samples[rank].extend([planner.samples[position] for position in positions] or [_filler()])
+                samples[rank].extend(planner.samples[position] for position in positions)
                 placed.append(list(range(first, len(samples[rank]))))
             steps[rank].append(TrainStep(micro_batches=placed, global_trajectories=len(step), global_tokens=tokens))
     return [
         TrainShard.of(rollout_id=rollout_id, temperature=temperature, samples=own, steps=own_steps)
         for own, own_steps in zip(samples, steps, strict=True)
     ]
-
-
-def _filler() -> TrainSample:
-    return TrainSample(
-        index=FILLER_INDEX,
-        group_index=FILLER_INDEX,
-        tokens=_PLACEHOLDER_TOKENS,
-        response_length=0,
-        loss_mask=np.zeros(0, np.uint8),
-        trajectory_tokens=0,
-        reward=0.0,
-        raw_reward=0.0,
-    )
 
 
 def check_batch_sizes(
@@ -274,13 +286,12 @@ def check_batch_sizes(
     use_dynamic_batch_size: bool = False,
     max_tokens_per_gpu: int | None = None,
     context_parallel_size: int = 1,
-    virtual_pipeline_group: int = 1,
     pairs: bool = False,
 ) -> None:
     """Check that a rollout splits into whole steps, ranks and micro-batches. Can be asked before a run starts.
 
     ``num_samples`` counts trajectories, where one may yield several samples; the others are those of
-    :func:`build_shards`.
+    :class:`ShardSpec`.
 
     Raises:
         ConfigError: It does not, with the sizes and what to set.
@@ -291,7 +302,6 @@ def check_batch_sizes(
         ("--micro-batch-size", micro_batch_size),
         ("--max-tokens-per-gpu", max_tokens_per_gpu),
         ("context-parallel size", context_parallel_size),
-        ("virtual-pipeline group", virtual_pipeline_group),
     ):
         if value is not None and value < 1:
             raise ConfigError(f"{name} {value} must be 1 or more")
@@ -311,27 +321,26 @@ def check_batch_sizes(
             f"set it to a divisor of {num_samples}, such as {divisor}"
         )
     if use_dynamic_batch_size:
-        _check_dynamic(global_batch_size, data_parallel_size, virtual_pipeline_group)
+        _check_dynamic(global_batch_size, data_parallel_size)
     else:
-        _check_fixed(global_batch_size, data_parallel_size, micro_batch_size, virtual_pipeline_group)
+        _check_fixed(global_batch_size, data_parallel_size, micro_batch_size)
 
 
-def _check_fixed(global_batch_size: int, ranks: int, micro_batch_size: int, group: int) -> None:
-    unit = ranks * micro_batch_size * group
+def _check_fixed(global_batch_size: int, ranks: int, micro_batch_size: int) -> None:
+    unit = ranks * micro_batch_size
     if global_batch_size % unit:
-        pipeline = f" × virtual-pipeline group {group}" if group > 1 else ""
         raise ConfigError(
             f"--global-batch-size {global_batch_size} must be a multiple of data-parallel size {ranks} × "
-            f"--micro-batch-size {micro_batch_size}{pipeline} = {unit}; set it to "
+            f"--micro-batch-size {micro_batch_size} = {unit}; set it to "
             f"{(global_batch_size // unit + 1) * unit}, or change the micro-batch size"
         )
 
 
-def _check_dynamic(global_batch_size: int, ranks: int, group: int) -> None:
-    if global_batch_size < ranks * group:
+def _check_dynamic(global_batch_size: int, ranks: int) -> None:
+    if global_batch_size < ranks:
         raise ConfigError(
             f"--global-batch-size {global_batch_size} leaves some micro-batches without a sample: there are "
-            f"{ranks} data-parallel ranks × {group} micro-batches or more; set it to {ranks * group} or more"
+            f"{ranks} data-parallel ranks × 1 micro-batches or more; set it to {ranks} or more"
         )
 
 
@@ -407,14 +416,6 @@ def _kept_extras(index: Sequence[int], texts: Sequence[NDArray[np.uint8] | None]
     ]
     ids, counts = zip(*read, strict=True)
     return {KEPT_IDS: list(ids), KEPT_COUNTS: list(counts)}
-
-
-def _check_replayed(samples: Sequence[TrainSample], *, kept: bool, experts: bool) -> None:
-    """Raise DataError for a sample that does not say what the trainer is to do again."""
-    if kept:
-        _check_kept(samples)
-    if experts:
-        _check_experts(samples)
 
 
 def _check_kept(samples: Sequence[TrainSample]) -> None:

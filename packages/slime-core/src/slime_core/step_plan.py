@@ -17,7 +17,7 @@ from slime_core.micro_batches import MicroBatchLimits, RankMicroBatches, plan_mi
 from slime_core.types import TrainSample
 
 Cost = Callable[[int], float]
-"""What computing a sequence of so many tokens costs; the cost of a beginning is part of the whole's."""
+"""The cost to compute a sequence of so many tokens; the cost of a beginning is part of the whole's."""
 
 
 def token_count(tokens: int) -> int:
@@ -72,35 +72,29 @@ class StepPlanner:
         if self.pairs:
             return self._in_pairs(self._groups(members))
         plan = self._together(self._groups(members)) if self.by_group else None
-        return plan or self._apart(members)
+        return plan or self._placed([[position] for position in members], self.limits)
 
-    def _apart(self, members: Sequence[int]) -> list[RankMicroBatches]:
-        """Micro-batches under the limits, of any samples."""
-        lengths = [len(self.samples[position].tokens) for position in members]
-        costs = [self.cost(length) for length in lengths]
-        plan = plan_micro_batches(self._padded(lengths), ranks=self.ranks, limits=self.limits, costs=costs)
-        return [[sorted([members[at] for at in chosen]) for chosen in micro_batches] for micro_batches in plan]
+    def _placed(self, units: list[list[int]], limits: MicroBatchLimits) -> list[RankMicroBatches]:
+        """Micro-batches under the limits, of samples that stay together; each unit counts as one."""
+        costs = [self.cost_of(unit) for unit in units]
+        tokens = [self._tokens(unit) for unit in units]
+        plan = plan_micro_batches(tokens, ranks=self.ranks, limits=limits, costs=costs)
+        return [[_joined([units[at] for at in chosen]) for chosen in micro_batches] for micro_batches in plan]
 
     def _in_pairs(self, pairs: list[list[int]]) -> list[RankMicroBatches]:
-        """Micro-batches of whole pairs. A pair counts as one: a limit of samples is one of half as many pairs."""
+        """Micro-batches of whole pairs: a limit of samples is one of half as many pairs."""
         limits = self.limits
         if limits.samples is not None:
             limits = dataclasses.replace(limits, samples=max(limits.samples // 2, 1))
-        costs = [self.cost_of(pair) for pair in pairs]
-        plan = plan_micro_batches([self._tokens(pair) for pair in pairs], ranks=self.ranks, limits=limits, costs=costs)
-        return [[_joined([pairs[at] for at in chosen]) for chosen in micro_batches] for micro_batches in plan]
+        return self._placed(pairs, limits)
 
     def _together(self, groups: list[list[int]]) -> list[RankMicroBatches] | None:
         """Micro-batches under the limit, of pieces of groups that stay together; ``None`` if one would be empty."""
         if self.limits.samples is not None:
             return self._filled(groups, self.limits.samples)
         pieces = [piece for group in groups for piece in self._cut(group, self.limits.tokens or math.inf)]
-        costs = [self.cost_of(piece) for piece in pieces]
-        tokens = [self._tokens(piece) for piece in pieces]
-        plan = plan_micro_batches(tokens, ranks=self.ranks, limits=self.limits, costs=costs)
-        if not all(chosen for micro_batches in plan for chosen in micro_batches):
-            return None
-        return [[_joined([pieces[at] for at in chosen]) for chosen in micro_batches] for micro_batches in plan]
+        plan = self._placed(pieces, self.limits)
+        return plan if all(chosen for micro_batches in plan for chosen in micro_batches) else None
 
     def _filled(self, groups: list[list[int]], size: int) -> list[RankMicroBatches] | None:
         """Pieces of groups to as few micro-batches of ``size`` samples as are found to do, and these to ranks."""
@@ -159,20 +153,14 @@ class StepPlanner:
         return pieces
 
     def _tokens(self, unit: Sequence[int]) -> float:
-        """What a unit adds to a micro-batch. Sequences cut over ranks are padded one by one and share no prompt."""
+        """The tokens that a unit adds. Sequences that are cut over ranks are padded one by one and share no prompt."""
         if self.context_parallel_size == 1:
             return self._sum(unit, token_count)
-        return sum(self._padded([len(self.samples[position].tokens) for position in unit]))
-
-    def _padded(self, lengths: list[int]) -> list[int]:
-        """Lengths, padded where sequences are cut over ranks."""
-        if self.context_parallel_size == 1:
-            return lengths
-        unit = 2 * self.context_parallel_size  # each rank holds two chunks, one near each end: equal work for all
-        return [-(-length // unit) * unit for length in lengths]
+        chunks = 2 * self.context_parallel_size  # each rank holds two, one near each end: equal work for all
+        return sum(-(-len(self.samples[position].tokens) // chunks) * chunks for position in unit)
 
     def cost_of(self, positions: Sequence[int]) -> float:
-        """What samples that stay together cost to compute; a prompt that several of them share counts once."""
+        """The cost of samples that stay together; a prompt that several of them share counts once."""
         return self._sum(positions, self.cost)
 
     def _sum(self, positions: Sequence[int], cost: Cost) -> float:

@@ -1,4 +1,5 @@
 import multiprocessing
+import os
 import pickle
 import subprocess
 import sys
@@ -9,8 +10,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-FOLDER = Path(__file__).parent
-sys.path.insert(0, str(FOLDER))  # for the helper modules next to the tests
+TESTS = Path(__file__).parents[1]
+SUPPORT = TESTS / "support"
 SECONDS = 90
 
 
@@ -22,10 +23,10 @@ class TwoRanks:
         self.processes, self.pipes = [], []
 
     def __call__(self, module, name, *arguments):
-        """What the function of that name, in the module (a file of this folder), returns of ``(rank, *arguments)``."""
+        """What the function of that name, in the module (a file of `support`), returns of ``(rank, *arguments)``."""
         if not self.processes:
             self.start()
-        job = pickle.dumps((str(FOLDER / module), name, arguments))
+        job = pickle.dumps((str(SUPPORT / module), name, arguments))
         end = time.monotonic() + SECONDS
         outcomes = []
         try:
@@ -42,11 +43,12 @@ class TwoRanks:
         return [result for _, result in outcomes]
 
     def start(self):
-        folder = self.make_folder()
+        folder, places = self.make_folder(), [str(TESTS), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
         for rank in range(2):
             ours, theirs = multiprocessing.Pipe()
-            command = [sys.executable, FOLDER / "gloo_rank.py", str(rank), str(theirs.fileno()), folder]
-            self.processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()]))
+            command = [sys.executable, SUPPORT / "gloo_rank.py", str(rank), str(theirs.fileno()), folder]
+            self.processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment))
             self.pipes.append(ours)
             theirs.close()
 

@@ -4,9 +4,19 @@ import random
 
 import pytest
 import torch
-from algorithm_cases import CASES, Part, by_the_papers, config_of, make_responses, processed_rewards, step_sizes, whole
 from hypothesis import given
 from hypothesis import strategies as st
+
+from support.algorithm_cases import (
+    CASES,
+    Part,
+    by_the_papers,
+    config_of,
+    make_responses,
+    processed_rewards,
+    step_sizes,
+    whole,
+)
 
 LENGTHS = st.lists(st.integers(0, 6), min_size=1, max_size=9)
 EVERY = pytest.mark.parametrize("name", CASES)

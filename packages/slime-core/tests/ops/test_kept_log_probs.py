@@ -1,6 +1,5 @@
 import math
 
-import kept_cases
 import pytest
 import torch
 from hypothesis import given
@@ -8,6 +7,7 @@ from hypothesis import strategies as st
 
 from slime_core.errors import ConfigError, DataError
 from slime_core.ops import kept_log_probs, kept_log_probs_and_entropy, linear_log_probs_and_entropy
+from support import kept_cases
 
 
 def by_the_definition(hidden, weight, targets, ids, counts, temperature):

@@ -1,7 +1,5 @@
-import importlib.util
 import itertools
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +9,7 @@ from hypothesis import strategies as st
 from slime_core.errors import ConfigError, DataError
 from slime_core.ops import linear_log_probs_and_entropy, log_probs_and_entropy
 from slime_core.ops.linear_log_probs import ChunkPlan
-
-specification = importlib.util.spec_from_file_location("linear_cases", Path(__file__).with_name("linear_cases.py"))
-linear_cases = importlib.util.module_from_spec(specification)
-specification.loader.exec_module(linear_cases)
+from support import linear_cases
 
 
 def smallest_budget(*args, **kwargs):

@@ -10,7 +10,7 @@ from slime_core.errors import DataError
 from slime_core.types import Sample, Status
 from slime_core.types.arrays import columns_of, samples_of
 from slime_core.types.kept import kept_text
-from slime_core.types.routed import routed_rows, routed_text
+from slime_core.types.routed import routed_rows
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -104,35 +104,6 @@ def test_validation_names_the_field_and_the_values(fields, message):
         Sample(**(BASE | fields))
 
 
-@pytest.mark.parametrize(
-    ("kept", "message"),
-    [
-        ([[1], [2]], "sample 7: kept_tokens must be text such as '5 17;5;', got list"),
-        ("1;", "sample 7: kept_tokens has 1 sets, each to end with ';', for 2 tokens"),
-        ("1;2;3", "sample 7: kept_tokens has 2 sets, each to end with ';', for 2 tokens"),
-    ],
-)
-def test_kept_tokens_are_a_set_for_each_token(kept, message):
-    with pytest.raises(DataError, match=message):
-        Sample(**BASE, kept_tokens=kept)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (7, "sample 7: routed_experts must be text such as '16x1:AAEC…' .*, got int"),
-        ("AAEC", "sample 7: routed_experts must be text .*, got 'AAEC'"),
-        ("2x1:AAE", "sample 7: routed_experts is cut off"),
-        ("2x1:AAEC", "sample 7: routed_experts is cut off"),
-        ("2x1:AAECAwQF", "sample 7: routed_experts has rows of 3 tokens; at most 2 choose experts"),
-    ],
-)
-def test_routed_experts_are_rows_of_all_tokens_but_the_last(text, message):
-    with pytest.raises(DataError, match=message):
-        Sample(**BASE, routed_experts=text)
-    Sample(**BASE, routed_experts="2x1:AAECAw==")
-
-
 def test_routed_experts_grow_with_what_the_engine_has_read():
     """Of what was observed they come with the next turn."""
     sample = Sample(index=7, group_index=0, prompt="p", tokens=[1, 2])
@@ -148,20 +119,6 @@ def test_routed_experts_grow_with_what_the_engine_has_read():
     assert sample.to_dict() == before
     sample.append_response([7, 8], routed_experts=rows[3:])
     assert routed_rows("s", sample.routed_experts).tolist() == rows.tolist()
-
-
-@given(
-    st.integers(1, 5).flatmap(lambda width: st.lists(st.lists(st.integers(0, 65535), min_size=width, max_size=width)))
-)
-def test_routed_experts_come_back_from_text(rows):
-    text = routed_text(np.array(rows, np.int32).reshape(len(rows), -1 if rows else 3))
-    assert routed_rows("s", text).tolist() == rows
-    assert len(routed_rows("s", text)) == len(rows)
-
-
-def test_routed_experts_that_are_no_base64():
-    with pytest.raises(DataError, match="s: routed_experts is not text such as"):
-        routed_rows("s", "2x1:A?==")
 
 
 def test_kept_tokens_grow_with_the_response():

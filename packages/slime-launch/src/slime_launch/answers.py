@@ -1,4 +1,4 @@
-"""What becomes of a flag of another launcher: upstream slime's, TRL's, verl's, OpenRLHF's. All are in ``answers.toml``.
+"""Answers to flags of other launchers: upstream slime's, TRL's, verl's, OpenRLHF's. All are in ``answers.toml``.
 
 A flag that our parser knows is the same, so a row of the table stops counting when its flag is built.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class Outcome(Enum):
-    """What becomes of a flag here."""
+    """The kinds of answers."""
 
     SAME = "same"
     RENAMED = "renamed"
@@ -27,7 +27,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What becomes of one flag.
+    """The answer to one flag.
 
     Attributes:
         to: Our flag, if it is renamed.
@@ -83,7 +83,7 @@ def table() -> dict[str, dict[str, Any]]:
 
 
 def upstream_answer(name: str, known: Collection[str]) -> Answer | None:
-    """What becomes of a flag of upstream slime, such as ``--use-tensorboard``; ``None`` if it is in no table."""
+    """The answer to a flag of upstream slime, such as ``--use-tensorboard``; ``None`` if it is in no table."""
     if name in known:
         return SAME
     for section, outcome in UPSTREAM.items():
@@ -95,7 +95,7 @@ def upstream_answer(name: str, known: Collection[str]) -> Answer | None:
 
 
 def foreign_answer(name: str, known: Collection[str]) -> Answer | None:
-    """What becomes of a flag of OpenRLHF, TRL or Transformers, or a setting of verl such as ``data.train_files``."""
+    """The answer to a flag of OpenRLHF, TRL or Transformers, or a setting of verl such as ``data.train_files``."""
     answer = _foreign(name)
     if answer is not None and answer.to and answer.to not in known:
         return upstream_answer(answer.to, known) or Answer(outcome=Outcome.NOT_BUILT, why=f"{answer.to} is not built")
@@ -103,7 +103,7 @@ def foreign_answer(name: str, known: Collection[str]) -> Answer | None:
 
 
 def data_answer(name: str) -> Answer | None:
-    """What becomes of a flag of a program that trains on a data set, where it means something else there."""
+    """The answer to a flag of a program that trains on a data set, where it means something else there."""
     row = table()["on-data"].get(name.removeprefix("--").replace("_", "-"))
     return None if row is None else _answer(Outcome.RENAMED, row)
 

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -18,8 +18,7 @@ from slime_core.files import open_to_append
 from slime_core.importing import leave_to_user
 from slime_core.redact import redact_logs
 from slime_launch.errors import LostContactError, RayDiedError, RunError, Stopped
-from slime_launch.processes import Place
-from slime_megatron.errors import CheckpointError
+from slime_launch.processes import Place, own_place
 from slime_rollout.supervise.reaper import find_process
 
 Result = TypeVar("Result")
@@ -95,7 +94,7 @@ def leave(signum: int, launcher: int | None) -> NoReturn:
 
 
 def stopped_line(signum: int, launcher: int | None = None) -> str:
-    """What a stopped run says last.
+    """The last line of a stopped run.
 
     The supervisor stops a run by a signal, too, whose ``launcher`` was killed: then that is why.
     """
@@ -126,6 +125,27 @@ def prepare(directory: str, log_path: str, *, threads: int | None) -> None:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
+class Host:
+    """The class of a Ray actor: a process of the run.
+
+    Attributes:
+        held: An object that others call, if there is one.
+    """
+
+    held: Any = None
+
+    def __init__(self, directory: str, log_path: str, *, threads: int | None) -> None:
+        prepare(directory, log_path, threads=threads)
+
+    def introduce(self) -> Place:
+        """Where this process is."""
+        return own_place()
+
+    def call_held(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the object that is held."""
+        return getattr(self.held, method)(*args, **kwargs)
+
+
 class Worker:
     """A Ray actor with a name for messages, such as ``trainer rank 0``, a log, and what ends waits for it.
 
@@ -144,8 +164,8 @@ class Worker:
         watch.workers.append(self)
 
     def introduce(self) -> None:
-        """Ask where it runs; its class must have that method."""
-        self._introduced = self.start_call("introduce")
+        """Ask where it runs; its class is a :class:`Host`."""
+        self._introduced = self.start_call(Host.introduce.__name__)
 
     def place(self) -> Place | None:
         """Where it runs; ``None`` as long as it has not said so."""
@@ -160,12 +180,8 @@ class Worker:
         return place
 
     def start_call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method; returns a reference for :func:`gather`."""
+        """Call a method by its name, which :class:`~slime_launch.remote.Remote` has; returns a reference."""
         return getattr(self.handle, method).remote(*args, **kwargs)
-
-    def call(self, method: str, *args: Any, on_poll: Callable[[], None] = lambda: None, **kwargs: Any) -> Any:
-        """Call a method and wait for its result; errors as in :func:`gather`."""
-        return gather({self.start_call(method, *args, **kwargs): self}, on_poll=on_poll)[0]
 
     def log_tail(self, lines: int = LOG_LINES) -> str:
         """The last lines of its log."""
@@ -249,6 +265,12 @@ class Call(Generic[Result]):
         names = ", ".join(worker.name for worker in silent)
         raise silent[0].lost(f"{names} did not end, and others have waited in vain: {lost}")
 
+    def wait(self, on_poll: Callable[[], None] = lambda: None) -> list[Result]:
+        """The results once all have ended, as of :meth:`done`; ``on_poll`` is called meanwhile."""
+        while not self.done():
+            on_poll()
+        return self.results()
+
     def results(self) -> list[Result]:
         """The results, in the workers' order, once all have ended."""
         return [self._results[ref] for ref in self._pending]
@@ -259,38 +281,14 @@ def gather(pending: Mapping[Any, Worker], *, on_poll: Callable[[], None] = lambd
 
     ``on_poll`` is called a few times a second meanwhile, and must not wait for anything itself.
     """
-    call = Call[Any](pending)
-    while not call.done():
-        on_poll()
-    return call.results()
-
-
-class Question:
-    """A call that is repeated and never waited for; its method must return at once."""
-
-    def __init__(self, workers: Sequence[Worker], method: str) -> None:
-        self._workers = list(workers)
-        self._method = method
-        self._call: Call[Any] | None = None
-        self._answers: list[Any] = []
-
-    def answers(self) -> list[Any]:
-        """The last answers of all workers together, in their order; none before the first. Asks again.
-
-        Errors as of :class:`Call`.
-        """
-        if self._call is None:
-            calls = {worker.start_call(self._method): worker for worker in self._workers}
-            self._call = Call(calls, awaited=False)
-        if self._call.done(0):
-            self._answers = self._call.results()
-            self._call = None
-        return self._answers
+    return Call[Any](pending).wait(on_poll)
 
 
 def _result(ref: Any, worker: Worker) -> Any:
     import ray
     from ray.exceptions import RayActorError, RayError, RayTaskError
+
+    from slime_megatron.service import TrainerCheckpointError
 
     try:
         return ray.get(ref)
@@ -298,7 +296,7 @@ def _result(ref: Any, worker: Worker) -> Any:
         cause = error.cause
         lost_contact = any(mark in str(cause) for mark in LOST_CONTACT)
         # Other errors of ours that name gloo or NCCL are about engines. A checkpoint is written by all ranks together.
-        if isinstance(cause, SlimeError) and not (lost_contact and isinstance(cause, CheckpointError)):
+        if isinstance(cause, SlimeError) and not (lost_contact and isinstance(cause, TrainerCheckpointError)):
             raise cause from None
         kind = RunError
         if lost_contact:
@@ -313,7 +311,7 @@ def _result(ref: Any, worker: Worker) -> Any:
 
 
 def _node_of(error: Exception) -> str:
-    """What Ray says of the node of an actor that died with it; it takes a node that it cannot reach for dead."""
+    """Words about the node of an actor that died with it; Ray takes a node that it cannot reach for dead."""
     address = re.search(r"^\tip: (\S+)$", str(error), re.MULTILINE)
     if "node has died" not in str(error):
         return ""

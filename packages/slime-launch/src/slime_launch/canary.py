@@ -12,16 +12,14 @@ from slime_convert.errors import ConvertError
 from slime_convert.shape import ModelShape
 from slime_core.config import AlgorithmConfig
 from slime_core.errors import SlimeError
-from slime_core.schedule import build_shards
+from slime_core.schedule import ShardSpec, build_shards
 from slime_core.types import RolloutBatch, Sample, Status, TrainShard
 from slime_launch.calls import Call
 from slime_launch.errors import RunError
 from slime_launch.handover import Handover
 from slime_launch.rollouts import RolloutWorker
 from slime_launch.trainers import TrainerGroup
-from slime_rollout.canary import CanaryTokens
-from slime_rollout.engine import WeightSyncError
-from slime_rollout.generation_service import ChannelSpec
+from slime_rollout.service import CanaryTokens, ChannelSpec, WeightSyncError
 
 Poll = Callable[[], None]
 
@@ -61,7 +59,7 @@ class Canary:
     def ask(self) -> None:
         """Ask engines that can generate, without waiting: those that are busy answer after what they have begun."""
         if self._pending is not None and self._asked is None:
-            self._asked = self._rollout.score(self._pending[0].engine_urls, self._tokens)
+            self._asked = self._rollout.canary_log_probs(self._pending[0].engine_urls, self._tokens)
 
     def check(self, poll: Poll) -> None:
         """Wait for the engines' answers, if there was an update since the last ones.
@@ -112,13 +110,13 @@ class Canary:
         """Which weights differ, in words."""
         try:
             self._memory.to_inspect()
-            misread = self._trainers.inspect(channel, version, on_poll=poll)
+            mismatches = self._trainers.inspect(channel, version, on_poll=poll)
         except WeightSyncError as error:
             return f"{error}"
         except (SlimeError, ConvertError) as error:
             return f"which weights differ could not be found out: {error}"
-        if misread:
-            return f"the trainer sends these otherwise than it has them: {', '.join(misread)}"
+        if mismatches:
+            return f"the trainer sends these otherwise than it has them: {', '.join(mismatches)}"
         return (
             "every weight that can be compared is the trainer's, so the engine computes otherwise: compare its "
             "configuration (rotary base, norms, scales, quantization) with the model's, see whether it computes again "
@@ -150,10 +148,12 @@ def canary_shard(tokens: CanaryTokens) -> TrainShard:
     ]
     [shard] = build_shards(
         RolloutBatch(rollout_id=0, groups=[[sample] for sample in samples]),
-        algorithm=AlgorithmConfig(),
-        temperature=1.0,
-        data_parallel_size=1,
-        micro_batch_size=len(samples),
-        global_batch_size=len(samples),
+        ShardSpec(
+            algorithm=AlgorithmConfig(),
+            temperature=1.0,
+            data_parallel_size=1,
+            micro_batch_size=len(samples),
+            global_batch_size=len(samples),
+        ),
     )
     return shard

@@ -1,4 +1,4 @@
-"""The commands of ``slime-launch``: name, what ``--help`` says, and the function that runs it."""
+"""The commands of ``slime-launch``: name, line in ``--help``, and the function that runs it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Command:
     """One command.
 
     Attributes:
-        function: ``module:name`` of what takes the words after the command and returns the exit code.
+        function: ``module:name`` of a function, which is given the words after the command and returns the exit code.
         help: One line for ``slime-launch --help``.
     """
 
@@ -74,7 +74,7 @@ MEANT: dict[tuple[str, ...], str] = {
     ("help",): "slime-launch --help",
     ("version",): "slime-launch --version",
 }
-"""What other launchers call a command, in small letters with dashes, and what does that here."""
+"""Names of commands in other launchers, in small letters with dashes, and the command that does the same here."""
 
 
 def unknown_command(word: str) -> str:
@@ -94,7 +94,7 @@ def unknown_command(word: str) -> str:
 
 
 def usage() -> str:
-    """What ``slime-launch --help`` prints."""
+    """The text of ``slime-launch --help``."""
     rows = [f"  {name:<12} {command.help}" for name, command in COMMANDS.items()]
     return "\n".join(
         [

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from slime_core.flags import FlagSpec, flag_specs
 from slime_launch.commands import COMMANDS
 from slime_launch.errors import FlagError
-from slime_launch.flags import train_groups
+from slime_launch.flags import own_flags
 from slime_launch.plan.command import PlanConfig
 
 USAGE = """\
@@ -36,9 +36,8 @@ def completion(argv: list[str]) -> int:
         raise FlagError(f"unexpected {argv[1]!r} after {argv[0]}; completion takes one shell: {', '.join(SHELLS)}")
     if argv[0] not in SHELLS:
         raise FlagError(f"completion {argv[0]}: allowed: {', '.join(SHELLS)}")
-    flags = {spec.name: spec for group in train_groups() for spec in group.flags}
     of_plan = {spec.name: spec for spec in flag_specs(PlanConfig)}
-    print(bash(flags, of_plan) if argv[0] == "bash" else zsh(flags, of_plan))
+    print(bash(own_flags(), of_plan) if argv[0] == "bash" else zsh(own_flags(), of_plan))
     return 0
 
 

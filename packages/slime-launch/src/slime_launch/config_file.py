@@ -40,7 +40,7 @@ def with_config(argv: Sequence[str]) -> Expanded:
     Raises:
         ConfigError: The file cannot be read, or a value has no form that a flag takes.
     """
-    path = _last_value(argv)
+    path = last_value(argv, FLAG)
     if path is None:
         return Expanded(list(argv), [])
     replaced = overridden(argv)
@@ -51,10 +51,11 @@ def with_config(argv: Sequence[str]) -> Expanded:
     return Expanded([*words, *argv], words, booleans, empty, path, given)
 
 
-def _last_value(argv: Sequence[str]) -> str | None:
+def last_value(argv: Sequence[str], flag: str) -> str | None:
+    """The value of a flag, read before the parser exists; ``None`` if it is not given."""
     found = None
     for place, word in enumerate(argv):
         name, equals, attached = word.partition("=")
-        if name == FLAG:
+        if name == flag:
             found = attached if equals else next(iter(argv[place + 1 : place + 2]), None)
     return found

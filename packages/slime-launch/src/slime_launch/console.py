@@ -25,7 +25,7 @@ QUIET_SECONDS = 1.0
 TABLE_ROWS = 8
 
 Cells = Mapping[str, str]
-"""What the table shows of a step: column -> text."""
+"""A step's texts in the table, by column."""
 
 
 def step_table(steps: Iterable[Cells]) -> Table:
@@ -118,11 +118,17 @@ class RunConsole:
             self._log.flush()
 
     @contextlib.contextmanager
-    def wait(self, what: str, *, done: str | None = None, phase: str | None = None) -> Iterator[Wait]:
+    def wait(
+        self, what: str, *, done: str | None = None, phase: str | None = None, within: Wait | None = None
+    ) -> Iterator[Wait]:
         """Show that something is going on until the block ends; if it took more than a second, end with ``done``.
 
-        With ``phase`` it is one of the loop's, and becomes one of the ``spans``.
+        With ``phase`` it is one of the loop's, and becomes one of the ``spans``. A part of another wait, which it is
+        ``within``, shows nothing of its own.
         """
+        if within is not None:
+            yield within
+            return
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=30))
         notes = (TimeElapsedColumn(), TextColumn("{task.fields[note]}"))
         with _LiveSteps(

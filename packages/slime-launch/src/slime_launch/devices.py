@@ -1,4 +1,4 @@
-"""What a plan is made for: a published device by name, or what this machine has. No torch here."""
+"""The devices of a plan: a published one by name, or what this machine has. No torch here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Device:
+class DeviceSpec:
     """A device that a worker computes on.
 
     Attributes:
@@ -37,14 +37,9 @@ class Device:
     host_memory: int | None = None
 
 
-def _gpu(name: str, gib: float, tflops: float, gb_per_s: float, link_gb_per_s: float) -> Device:
-    return Device(
-        name=name,
-        memory=int(gib * GIB),
-        operations=tflops * 1e12,
-        bandwidth=gb_per_s * 1e9,
-        link=link_gb_per_s * 1e9,
-    )
+def _gpu(name: str, gib: float, tflops: float, gb_per_s: float, link_gb_per_s: float) -> DeviceSpec:
+    memory, operations, bandwidth, link = int(gib * GIB), tflops * 1e12, gb_per_s * 1e9, link_gb_per_s * 1e9
+    return DeviceSpec(name=name, memory=memory, operations=operations, bandwidth=bandwidth, link=link)
 
 
 # Memory is what CUDA reports as total, which is less than the number in the name; the other columns are from the
@@ -87,7 +82,7 @@ def run_device() -> str:
     return "cuda" if here == "cuda" or (address and cluster_has_gpus(address)) else "cpu"
 
 
-def find_device(name: str | None, memory_gib: float | None) -> Device:
+def find_device(name: str | None, memory_gib: float | None) -> DeviceSpec:
     """The device of ``--device``, with the memory of ``--device-memory-gib``; by default what this machine has.
 
     Raises:
@@ -98,7 +93,7 @@ def find_device(name: str | None, memory_gib: float | None) -> Device:
 
 
 def link_of(cuda: bool) -> float:
-    """`Device.link` of the devices of a run, as far as this machine, from which it is started, can tell."""
+    """`DeviceSpec.link` of the devices of a run, as far as this machine, from which it is started, can tell."""
     try:
         device = _here()
     except ConfigError:
@@ -106,7 +101,7 @@ def link_of(cuda: bool) -> float:
     return device.link if device.is_cpu != cuda else PCIE
 
 
-def _named(name: str) -> Device:
+def _named(name: str) -> DeviceSpec:
     if name == "cpu":
         return _cpu()
     if name.lower() in DEVICES:
@@ -119,7 +114,7 @@ def _named(name: str) -> Device:
     )
 
 
-def _here() -> Device:
+def _here() -> DeviceSpec:
     if run_device() == "cpu":
         return _cpu()
     if engine_device() == "cpu":
@@ -135,7 +130,7 @@ def _here() -> Device:
         ) from error
 
 
-def described(title: str, memory: int) -> Device:
+def described(title: str, memory: int) -> DeviceSpec:
     """A device by the name that its driver gives, such as ``NVIDIA H100 80GB HBM3``, and its memory in bytes."""
     words = title.lower().replace("-", " ").split()
     known = [device for device in DEVICES.values() if device.name.split("-")[0] in words]
@@ -148,8 +143,8 @@ def machine_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _cpu() -> Device:
-    return Device(
+def _cpu() -> DeviceSpec:
+    return DeviceSpec(
         name="cpu",
         memory=machine_memory(),
         operations=_CPU_OPERATIONS,

@@ -72,12 +72,8 @@ def settings_that_differ(first: WrittenRun, second: WrittenRun) -> Iterator[tupl
 
     Of two opposite switches the first is compared, which is written down as it is in effect.
     """
-    for part, mark in (
-        ("settings", "--"),
-        ("packages", ""),
-        ("engine_packages", "the engines' "),
-        ("environment", "$"),
-    ):
+    marks = {"settings": "--", "packages": "", "engine_packages": "the engines' ", "environment": "$"}
+    for part, mark in marks.items():
         one, other = first.resolved.get(part) or {}, second.resolved.get(part) or {}
         if part == "engine_packages" and not (one and other):
             continue  # a run without engines, such as a replay, has none
@@ -106,7 +102,7 @@ def first_parting(first: WrittenRun, second: WrittenRun) -> tuple[int, Parting |
 
 
 def differences(one: StepSums, other: StepSums, first: WrittenRun, second: WrittenRun) -> Iterator[str]:
-    """What differs in a rollout, in the order in which one thing follows from the other."""
+    """The differences in a rollout, in the order in which one follows from the other."""
     if one.line != other.line:
         yield from _in_samples(one, other, first, second)
     if one.shards != other.shards:
@@ -187,7 +183,7 @@ def _in_weights(one: StepSums, other: StepSums) -> Iterator[str]:
 
 
 def settings_lines(found: Sequence[tuple[str, Any, Any]]) -> Iterator[str]:
-    """What differs in what the runs were given."""
+    """A line for each difference between the runs' settings, packages and environment."""
     if not found:
         yield "settings, packages and environment are the same, but for where the runs are"
         return

@@ -1,4 +1,4 @@
-"""What is equal in two runs, and by how much the rest differs: the second half of ``slime-launch diff``."""
+"""The parts of two runs that are equal, and by how much the others differ: the second half of ``slime-launch diff``."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from slime_core.types.arrays import Ragged
 from slime_core.words import counted
+from slime_launch.derived import CANARY_LIMITS
 from slime_launch.step_sums import StepSums, read_pairs
 from slime_launch.tracking import Row
-from slime_launch.validate import CANARY_LIMITS
 from slime_launch.written_run import WrittenRun
 
 # In the order in which one follows from the other; all other fields come after these.
@@ -42,7 +42,7 @@ def fields_of(one: StepSums, other: StepSums) -> list[str]:
 
 
 @dataclasses.dataclass
-class Part:
+class ComparedPart:
     """One thing that is compared in every rollout.
 
     Attributes:
@@ -71,8 +71,8 @@ class Part:
 def size_lines(first: WrittenRun, second: WrittenRun) -> Iterator[str]:
     """What is equal in the rollouts that both runs have, what is not, and whether rounding explains where they part."""
     dtype = "bfloat16" if first.setting("bf16") else "float32"
-    parts: dict[str, Part] = {}
-    parting: dict[str, Part] = {}
+    parts: dict[str, ComparedPart] = {}
+    parting: dict[str, ComparedPart] = {}
     rollouts = 0
     for one, other in read_pairs(first.directory, second.directory):
         rollouts += 1
@@ -80,7 +80,7 @@ def size_lines(first: WrittenRun, second: WrittenRun) -> Iterator[str]:
         if not parting and any(part.differing for part in found.values()):
             parting = found
         for name, part in found.items():
-            whole = parts.setdefault(name, Part(part.unit, part.limit))
+            whole = parts.setdefault(name, ComparedPart(part.unit, part.limit))
             whole.add(part.total, [part.largest] * part.differing)
     for part in parts.values():
         if part.unit == "samples":  # also those of rollouts where neither run has the field
@@ -97,15 +97,15 @@ def size_lines(first: WrittenRun, second: WrittenRun) -> Iterator[str]:
 
 def _compared(
     one: StepSums, other: StepSums, first: WrittenRun, second: WrittenRun, dtype: str
-) -> Iterator[tuple[str, Part]]:
+) -> Iterator[tuple[str, ComparedPart]]:
     """Each part of one rollout. Samples are compared place by place; one that only one run has differs in all."""
     shared, total = sorted((len(one.index), len(other.index)))
-    part = Part("samples", 0.0)
+    part = ComparedPart("samples", 0.0)
     part.add(total, [BEYOND] * sum(pair[0] != pair[1] for pair in zip_longest(one.index, other.index)))
     yield NUMBERS, part
     columns = None
     for name in fields_of(one, other):
-        part = Part("samples", CANARY_LIMITS[dtype] if name in REAL else 0.0)
+        part = ComparedPart("samples", CANARY_LIMITS[dtype] if name in REAL else 0.0)
         pair = one.field(name), other.field(name)
         if all(sums is None or (sums == NO_VALUE).all() for sums in pair):
             continue
@@ -116,7 +116,7 @@ def _compared(
             columns = first.rollout(one.rollout_id), second.rollout(one.rollout_id)
         part.add(total, [_size(name, int(place), columns) for place in places] + [BEYOND] * (total - shared))
         yield name, part
-    part = Part("shards", 0.0)
+    part = ComparedPart("shards", 0.0)
     apart = sum(pair[0] != pair[1] for pair in zip_longest(one.shards, other.shards))
     part.add(max(len(one.shards), len(other.shards)), [BEYOND] * apart)
     yield "what each rank trains on", part
@@ -124,11 +124,11 @@ def _compared(
     yield from _weights(one, other)
 
 
-def _weights(one: StepSums, other: StepSums) -> Iterator[tuple[str, Part]]:
+def _weights(one: StepSums, other: StepSums) -> Iterator[tuple[str, ComparedPart]]:
     """Of each weight there is one checksum after each step; a weight that only one run has differs."""
     ours, theirs = (dict(zip(sums.names, sums.weights, strict=False)) for sums in (one, other))
     both = ours.keys() & theirs.keys()
-    part = Part("checksums", 0.0)
+    part = ComparedPart("checksums", 0.0)
     apart = sum(not np.array_equal(ours[name], theirs[name]) for name in both)
     part.add(len(ours.keys() | theirs.keys()), [UNKNOWN] * apart + [BEYOND] * len(ours.keys() ^ theirs.keys()))
     if part.total:
@@ -151,10 +151,10 @@ def _distance(one: NDArray[Any], other: NDArray[Any]) -> float:
     return float(apart.max()) if np.isfinite(apart).all() else BEYOND
 
 
-def _steps(one: Sequence[Row], other: Sequence[Row], dtype: str) -> Iterator[tuple[str, Part]]:
+def _steps(one: Sequence[Row], other: Sequence[Row], dtype: str) -> Iterator[tuple[str, ComparedPart]]:
     names = {name: None for row in (*one, *other) for name in row if name.startswith("train/")}
     for name in names:
-        part = Part("optimizer steps", RELATIVE[dtype])
+        part = ComparedPart("optimizer steps", RELATIVE[dtype])
         sizes = [_apart((row or {}).get(name), (its or {}).get(name)) for row, its in zip_longest(one, other)]
         part.add(len(sizes), [size for size in sizes if size])
         yield name, part
@@ -175,7 +175,7 @@ def _by(size: float) -> str:
     return "" if math.isinf(size) else f", by {size:.1e} at most"
 
 
-def _verdict(parts: dict[str, Part], dtype: str) -> str:
+def _verdict(parts: dict[str, ComparedPart], dtype: str) -> str:
     """Whether rounding explains the first rollout that differs."""
     differing = {name: part for name, part in parts.items() if part.differing}
     limit = f"{CANARY_LIMITS[dtype]:g} nats in {dtype}"

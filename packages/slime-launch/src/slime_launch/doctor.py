@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from slime_core.importing import install_command
 from slime_launch.cluster import cluster_notices
 from slime_launch.config import ClusterConfig
-from slime_launch.parser import OneLineParser
+from slime_launch.parser import WordsParser
 from slime_launch.plain_text import BETWEEN_NODES
 from slime_rollout.engine.python import find_python, importable_in, run_python
 from slime_rollout.engine.sglang_flags import engine_device, missing_sglang
@@ -43,7 +43,7 @@ class Finding:
 
 def doctor(argv: list[str]) -> int:
     """Print what was found; returns 1 if a run could not start, else 0."""
-    parser = OneLineParser(prog="slime-launch doctor", description=__doc__)
+    parser = WordsParser(prog="slime-launch doctor", description=__doc__)
     parser.add_argument("--sglang-python", metavar="PYTHON", help="interpreter that SGLang runs in")
     given = parser.parse_args(argv)
     findings = [*check_packages(), *check_sglang(given.sglang_python), *check_device(engine_device())]
@@ -118,7 +118,7 @@ def check_device(device: str) -> Iterator[Finding]:
 
 
 def check_space(directory: Path, shared: Path) -> Iterator[Finding]:
-    """Free room for checkpoints and logs, and in shared memory for Ray."""
+    """Free space for checkpoints and logs, and in shared memory for Ray."""
     free = shutil.disk_usage(directory).free
     low = "; checkpoints may not fit: give --save and --output-dir on a larger disk" if free < LITTLE_DISK else ""
     yield Finding(NOTE if low else OK, f"{free / 2**30:.1f} GiB free in {directory}{low}")
@@ -145,7 +145,7 @@ def check_machine(ray_address: str | None) -> Iterator[Finding]:
 
 
 def _output(python: str, program: str) -> str | None:
-    """What a program prints; ``None`` if it fails."""
+    """The output of a program; ``None`` if it fails."""
     try:
         done = run_python(python, program, None, SECONDS)
     except (OSError, subprocess.TimeoutExpired):

@@ -75,7 +75,7 @@ def keep_files_private(directory: Path) -> None:
 
 
 def read(path: Path) -> Any:
-    """What the starter has written."""
+    """A file of the starter's."""
     return pickle.loads(path.read_bytes())  # noqa: S301  # of this process's parent
 
 

@@ -14,9 +14,9 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 from slime_core.errors import SlimeError
 from slime_launch.calls import prepare
@@ -36,6 +36,11 @@ from slime_rollout.engine.addresses import Ports, address
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.server import EngineLauncher, EngineSpec, SGLangEngine
 
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+End = Literal["request_stop", "stop", "kill"]
+"""How an engine is ended: methods of `SGLangEngine`."""
+
 START_SECONDS = 60.0  # for an actor to start on a node, and for an engine's process; not until that serves
 LOOK_SECONDS = 1.0
 END_SECONDS = 20.0
@@ -51,8 +56,8 @@ class EngineSeat(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class EngineRoom:
-    """Where engines may be started.
+class EngineSeats:
+    """The seats that engines may have.
 
     Attributes:
         seats: In the order of `EngineSpec.base_gpu_id`.
@@ -67,8 +72,8 @@ class EngineRoom:
     log_dir: str
 
     @classmethod
-    def of(cls, place: Placement, num_engines: int, log_dir: Path, *, spare: int = 0) -> EngineRoom:
-        """That of a run, and of so many ``spare`` engines: Ray finds room for each as soon as one node has it all."""
+    def of(cls, place: Placement, num_engines: int, log_dir: Path, *, spare: int = 0) -> EngineSeats:
+        """Those of a run, and of so many ``spare`` engines: Ray finds room for each as soon as one node has it all."""
         from ray.util.placement_group import placement_group
 
         size = max(1, len(place.rollout) // max(1, num_engines))
@@ -104,7 +109,7 @@ class Started(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What an engine's process is doing: its exit code (``None`` while it runs), in words, and its process ids."""
+    """The state of an engine's process: its exit code (``None`` while it runs), in words, and its process ids."""
 
     code: int | None
     ending: str
@@ -157,9 +162,9 @@ class EngineNode:
         """The last lines of an engine's log."""
         return self._engines[number].log_tail(lines)
 
-    def call(self, number: int, method: str) -> None:
-        """Call a method of an engine's that takes nothing and returns nothing."""
-        getattr(self._engines[number], method)()
+    def end(self, number: int, how: End) -> None:
+        """Have an engine end."""
+        getattr(self._engines[number], how)()
 
 
 class NodeHandle:
@@ -170,18 +175,28 @@ class NodeHandle:
         self.handle = handle
         self.is_lost = False
 
-    def ask(self, method: str, *args: Any, seconds: float) -> Any:
-        """Call a method and wait for its result.
+    def ask(
+        self,
+        seconds: float,
+        method: Callable[Concatenate[EngineNode, Given], Result],
+        /,
+        *args: Given.args,
+        **kwargs: Given.kwargs,
+    ) -> Result:
+        """Call a method and wait for its result, so many seconds at most.
 
         Raises:
             NoRoomError: The node is gone, or does not answer.
             SlimeError: As raised there.
         """
-        return self.wait(self.begin(method, *args), seconds)
+        result: Result = self.wait(self.begin(method, *args, **kwargs), seconds)
+        return result
 
-    def begin(self, method: str, *args: Any) -> Any:
+    def begin(
+        self, method: Callable[Concatenate[EngineNode, Given], Any], /, *args: Given.args, **kwargs: Given.kwargs
+    ) -> Any:
         """Call a method without waiting; gives a reference for :meth:`wait`."""
-        return getattr(self.handle, method).remote(*args)
+        return getattr(self.handle, method.__name__).remote(*args, **kwargs)
 
     def wait(self, reference: Any, seconds: float) -> Any:
         """The result of a call; errors as of :meth:`ask`."""
@@ -252,8 +267,10 @@ class NodeProcess:
     def log_tail(self, lines: int = 20) -> str:
         """As of `Supervised`, of :attr:`log_path`."""
         node, started = self._parts[self._telling]
+        if node.is_lost:
+            return f"(node {node.name} is lost, and the log with it)"
         try:
-            return str(self._ask(node, "log_tail", started.number, lines))
+            return node.ask(END_SECONDS, EngineNode.log_tail, started.number, lines)
         except EngineError as error:
             return f"({error})"
 
@@ -261,7 +278,7 @@ class NodeProcess:
         """As of `Supervised`."""
         for node, started in self._parts:
             if not node.is_lost:
-                node.begin("call", started.number, "request_stop")
+                node.begin(EngineNode.end, started.number, "request_stop")
 
     def stop(self) -> None:
         """As of `Supervised`; gives a node up that does not answer."""
@@ -271,9 +288,9 @@ class NodeProcess:
         """As :meth:`stop`, at once."""
         self._end_all("kill")
 
-    def _end_all(self, method: str) -> None:
+    def _end_all(self, how: End) -> None:
         calls = [
-            (node, node.begin("call", started.number, method)) for node, started in self._parts if not node.is_lost
+            (node, node.begin(EngineNode.end, started.number, how)) for node, started in self._parts if not node.is_lost
         ]
         for node, call in calls:
             try:
@@ -289,7 +306,7 @@ class NodeProcess:
         lost = Look(LOST, f"node {node.name} is lost", [])
         if node.is_lost:
             return lost
-        call = self._looks.pop(place, None) or node.begin("look", started.number)
+        call = self._looks.pop(place, None) or node.begin(EngineNode.look, started.number)
         if not ray.wait([call], timeout=LOOK_SECONDS)[0]:
             self._looks[place] = call
             return Look(None, "", [])
@@ -299,11 +316,6 @@ class NodeProcess:
             return lost
         return look
 
-    def _ask(self, node: NodeHandle, method: str, *args: Any) -> Any:
-        if node.is_lost:
-            raise NoRoomError(f"node {node.name} is lost, and the log with it")
-        return node.ask(method, *args, seconds=END_SECONDS)
-
 
 def part_log(log_path: Path, node_rank: int) -> Path:
     """Log of an engine's process on one of its nodes."""
@@ -311,11 +323,11 @@ def part_log(log_path: Path, node_rank: int) -> Path:
 
 
 class NodeLauncher(EngineLauncher):
-    """Starts engines on the nodes of a room; each on the nodes of the seats that are its share."""
+    """Starts engines on the nodes of some seats; each on those of the seats that are its share."""
 
-    def __init__(self, room: EngineRoom, config: EngineConfig) -> None:
+    def __init__(self, seats: EngineSeats, config: EngineConfig) -> None:
         super().__init__(config, Ports())
-        self._room = room
+        self._seats = seats
         self._nodes: dict[str, NodeHandle] = {}
         self._lock = threading.Lock()  # several models start at once
 
@@ -323,7 +335,7 @@ class NodeLauncher(EngineLauncher):
         """As of `EngineLauncher`, on every node."""
         specs, places = list(specs), self._places()
         for place in dict.fromkeys(places.values()):
-            self._node(place, places).ask("check", specs, seconds=START_SECONDS)
+            self._node(place, places).ask(START_SECONDS, EngineNode.check, specs)
 
     def start(self, spec: EngineSpec, *, log_path: Path) -> SGLangEngine:
         """Start one engine, with a process on each node of its GPUs; returns at once.
@@ -335,7 +347,7 @@ class NodeLauncher(EngineLauncher):
         """
         places = self._places()
         first = spec.base_gpu_id
-        seats = range(len(self._room.seats))[first : first + spec.ranks(self._config)]
+        seats = range(len(self._seats.seats))[first : first + spec.ranks(self._config)]
         if missing := [seat for seat in seats if seat not in places]:
             raise NoRoomError(f"no node has room for {len(missing)} of its {len(seats)} GPUs")
         shares: dict[tuple[str, str], list[int]] = {}
@@ -348,14 +360,14 @@ class NodeLauncher(EngineLauncher):
                 "give another --rollout-num-gpus-per-engine, or nodes with a multiple of it"
             )
         seen = shares
-        if self._room.shared:
+        if self._seats.shared:
             seen = {place: [seat for seat, own in places.items() if own == place] for place in shares}
         gpus = self._gpus([seat for own in seen.values() for seat in own])
         nodes = [self._node(place, places) for place in shares]
         hosts = [host for _, host in shares]
         spec = dataclasses.replace(spec, host=hosts[0], base_gpu_id=0, nodes=len(nodes))
         if len(nodes) > 1:
-            port = nodes[0].ask("take_port", hosts[0], seconds=START_SECONDS)
+            port = nodes[0].ask(START_SECONDS, EngineNode.take_port, hosts[0])
             spec = dataclasses.replace(spec, meeting_point=address(hosts[0], port).removeprefix("http://"))
         parts: list[tuple[NodeHandle, Started]] = []
         try:
@@ -364,7 +376,7 @@ class NodeLauncher(EngineLauncher):
                 own = dataclasses.replace(spec, host=host, node_rank=rank, base_gpu_id=first)
                 log = part_log(log_path, rank)
                 here = [gpus[seat] for seat in seen[place]] if gpus else []
-                parts.append((node, node.ask("start", own, str(log), here, seconds=START_SECONDS)))
+                parts.append((node, node.ask(START_SECONDS, EngineNode.start, own, str(log), here)))
         except BaseException:
             NodeProcess(parts, log_path).kill()
             raise
@@ -374,14 +386,14 @@ class NodeLauncher(EngineLauncher):
     def _gpus(self, seats: Sequence[int]) -> dict[int, int]:
         """The GPU of each seat on its node; none without CUDA."""
         try:
-            return self._room.gpus(seats)
+            return self._seats.gpus(seats)
         except PlacementError as error:
             raise NoRoomError(str(error)) from error
 
     def _places(self) -> dict[int, tuple[str, str]]:
         """Of each seat that has a node now: Ray's id of it, and its address."""
         live = live_nodes()
-        return {seat: (node, live[node]) for seat, node in self._room.nodes().items() if node in live}
+        return {seat: (node, live[node]) for seat, node in self._seats.nodes().items() if node in live}
 
     def _node(self, place: tuple[str, str], places: dict[int, tuple[str, str]]) -> NodeHandle:
         """The actor on a node, started if it is not there yet."""
@@ -393,16 +405,16 @@ class NodeLauncher(EngineLauncher):
             if node is None or node.is_lost:
                 seats = [seat for seat, own in places.items() if own == place]
                 actor = ray.remote(EngineNode).options(
-                    scheduling_strategy=strategy_of(*self._room.seats[seats[0]]),
+                    scheduling_strategy=strategy_of(*self._seats.seats[seats[0]]),
                     num_cpus=0,
                     max_concurrency=CALLS_AT_ONCE,
                     runtime_env=runtime_env(),
                 )
-                log = Path(self._room.log_dir) / f"engines-{host.replace(':', '-')}.log"
-                neighbours = 0 if self._room.cuda else -(-len(seats) // self._room.size)
+                log = Path(self._seats.log_dir) / f"engines-{host.replace(':', '-')}.log"
+                neighbours = 0 if self._seats.cuda else -(-len(seats) // self._seats.size)
                 handle = actor.remote(str(Path.cwd()), str(log), self._config, neighbours)
                 node = NodeHandle(identity, host, handle)
-                if node.ask("introduce", seconds=START_SECONDS) != identity:  # the bundle has moved meanwhile
+                if node.ask(START_SECONDS, EngineNode.introduce) != identity:  # the bundle has moved meanwhile
                     node.lose()
                     raise NoRoomError(f"node {host} is gone")
                 self._nodes[identity] = node

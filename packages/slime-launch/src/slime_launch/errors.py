@@ -44,7 +44,7 @@ class Problems:
         self._settled.add(name)
 
     def attempt(self, check: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
-        """What a check returns; ``None`` if it found a problem."""
+        """The result of a check; ``None`` if it found a problem."""
         try:
             return check(*args, **kwargs)
         except (SlimeError, ConvertError) as error:
@@ -64,7 +64,7 @@ class Problems:
 
     @property
     def lines(self) -> list[str]:
-        """What was found, in its order."""
+        """All problems, in the order in which they were found."""
         return [line for message in self._found for line in message.splitlines()]
 
     def report(self) -> None:

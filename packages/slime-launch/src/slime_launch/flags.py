@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
+from types import MappingProxyType
 from typing import Any
 
 from slime_convert.shape import SHAPE_FLAGS
@@ -17,18 +18,17 @@ from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError
 from slime_core.flags import FlagSpec, collected_problems, flag_specs
 from slime_launch.config import CONFIGS, ClusterConfig, RunConfig, Settings, TrackingConfig, sglang_dest
-from slime_launch.config_file import with_config
+from slime_launch.config_file import last_value, with_config
 from slime_launch.derived import derived_values
 from slime_launch.devices import run_device
 from slime_launch.errors import FlagError, about_read
-from slime_launch.idle import idle_problems
+from slime_launch.idle import idle_flags
 from slime_launch.megatron_flags import answered, megatron_groups, megatron_help
 from slime_launch.parser import FlagGroup, build_parser, check_has_flags, leading_strays, parse_all, unexpected, without
 from slime_launch.switches import OFF, switched
 from slime_launch.translate import items, translate_upstream
 from slime_launch.wandb_run import hide_key
-from slime_megatron.config import MegatronConfig
-from slime_megatron.megatron_words import megatron_args
+from slime_megatron.service import MegatronConfig, megatron_args
 from slime_rollout.config import RolloutConfig
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.python import find_python, has_sglang
@@ -110,7 +110,7 @@ def _read(
 
     ``sglang`` are SGLang's flags; the installed one says them if ``None``.
     """
-    check_has_flags(argv, {spec.name: spec for group in train_groups() for spec in group.flags})
+    check_has_flags(argv, own_flags())
     stray = leading_strays(argv)
     expanded = with_config(argv[len(stray) :])
     words, as_given = expanded.words, dict[str, Any]()
@@ -150,7 +150,7 @@ def _read(
     notes = (*([f"no effect here: {', '.join(unused)}"] if unused else []), *switches.notes, *translated.notes)
     unread = _with_followers(found.unread.union(known[name].dest for name in switches.unread), given)
     settings = Settings(shape=shape, notes=notes, origins=origins, unread=unread, switched_off=switches.off, **configs)
-    return settings, found.problems, about_read([*contradictions, *idle_problems(settings)], unread)
+    return settings, found.problems, about_read([*contradictions, *idle_flags(settings).problems], unread)
 
 
 def _without_switched_off(given: dict[str, Any], off: frozenset[str], groups: Sequence[FlagGroup]) -> dict[str, Any]:
@@ -178,7 +178,8 @@ def _configs(given: Mapping[str, Any], groups: Sequence[FlagGroup], as_given: Ma
             }
             values["router_args"] = {router[dest]: value for dest, value in given.items() if dest in router}
         if config is MegatronConfig:
-            values["megatron_args"] = megatron_args({dest: given[dest] for dest in given if dest in megatron})
+            words = {dest: value for dest, value in given.items() if dest in megatron}
+            values["megatron_args"] = megatron_args(words)
         configs[part] = config.of(**values)
     return configs
 
@@ -198,7 +199,7 @@ def _without_sglang(words: Sequence[str], booleans: Collection[str]) -> tuple[li
 
     ``booleans`` are flags to which a run file gives ``true`` or ``false``.
     """
-    known = {spec.name for group in train_groups() for spec in group.flags}
+    known = own_flags()
     kept: list[str] = []
     args: dict[str, list[str]] = {}
     into: list[str] | None = None
@@ -240,12 +241,11 @@ def _command(
     argv: Sequence[str], sglang: Sequence[FlagSpec] | None = None
 ) -> tuple[list[FlagGroup], argparse.ArgumentParser, list[str]]:
     """As :func:`command`, with what is refused, a line each; a flag that was refused is its first word."""
-    groups = train_groups()
-    known = {spec.name for group in groups for spec in group.flags}
+    known = own_flags()
     refused: list[str] = []
     typed: dict[str, set[str]] = {}
     for prefix, controlled in ((PREFIX, CONTROLLED), (ROUTER_PREFIX, ROUTER_CONTROLLED)):
-        names = {word.split("=")[0] for word in argv if word.startswith(prefix)} - known
+        names = {word.split("=")[0] for word in argv if word.startswith(prefix)} - known.keys()
         given = sorted(name for name in names if name.removeprefix(prefix) in controlled)
         refused += [f"{name} cannot be given: {controlled[name.removeprefix(prefix)]}" for name in given]
         typed[prefix] = names - {*given}
@@ -262,7 +262,7 @@ def _command(
         FlagGroup("sglang-router: its own flags", router, ROUTER_NOTE, hidden=True),
         FlagGroup("SGLang: its own flags", tuple(specs), SGLANG_NOTE, hidden=True),
     )
-    return [*groups, *others], _parser(others), refused
+    return [*train_groups(), *others], _parser(others), refused
 
 
 @functools.lru_cache(maxsize=8)  # most command lines of a process have the same ones, and a plan reads several
@@ -274,6 +274,12 @@ def _parser(others: tuple[FlagGroup, ...]) -> argparse.ArgumentParser:
 def train_groups() -> list[FlagGroup]:
     """All groups except SGLang's own flags."""
     return [*_own_groups()]
+
+
+@functools.cache
+def own_flags() -> Mapping[str, FlagSpec]:
+    """The flags of :func:`train_groups`, by name."""
+    return MappingProxyType({spec.name: spec for group in _own_groups() for spec in group.flags})
 
 
 @functools.cache
@@ -330,12 +336,7 @@ def known_sglang_specs(*, typed: bool = False) -> tuple[FlagSpec, ...]:
 
 def sglang_python(argv: Sequence[str]) -> str | None:
     """The value of ``--sglang-python``, read before the parser exists."""
-    value = None
-    for place, word in enumerate(argv):
-        name, _, attached = word.partition("=")
-        if name == "--sglang-python":
-            value = attached or next(iter(argv[place + 1 :]), None)
-    return value
+    return last_value(argv, "--sglang-python") or None
 
 
 def _lines(specs: Iterable[FlagSpec]) -> Iterator[str]:
@@ -347,9 +348,9 @@ def _lines(specs: Iterable[FlagSpec]) -> Iterator[str]:
 OTHERS: dict[str, Callable[[Sequence[str]], Iterable[str]]] = {
     "--help-sglang": lambda argv: _lines(sglang_specs(argv)),
     "--help-router": lambda _: _lines(router_specs().values()),
-    "--help-megatron": lambda _: megatron_help({spec.name for group in train_groups() for spec in group.flags}),
+    "--help-megatron": lambda _: megatron_help(own_flags()),
 }
-"""What lists the flags of others, and the lines that it shows."""
+"""The flags that list the flags of others, and the lines that they show."""
 
 
 def _sglang_spec(flag: SglangFlag) -> FlagSpec:

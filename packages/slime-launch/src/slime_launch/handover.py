@@ -16,10 +16,20 @@ from collections.abc import Callable, Iterator
 
 from slime_core.memory import Held, MemoryStateError
 from slime_core.types import SleepReport
-from slime_launch.config import Settings
 from slime_launch.console import RunConsole, Wait
+from slime_launch.kind import RunKind
 from slime_launch.rollouts import RolloutWorker
 from slime_launch.trainers import TrainerGroup
+
+
+def watching(rollout: RolloutWorker, wait: Wait) -> Callable[[], None]:
+    """Shows that the trainers are busy. An engine that dies meanwhile ends the wait."""
+
+    def poll() -> None:
+        rollout.progress()
+        wait.update()
+
+    return poll
 
 
 class Handover:
@@ -30,11 +40,21 @@ class Handover:
         engines_sleep: Whether engines do. With ``--update-weights-interval`` they keep their weights.
     """
 
-    def __init__(self, settings: Settings, trainers: TrainerGroup, rollout: RolloutWorker, console: RunConsole) -> None:
-        """Trainers have all of their memory; engines that sleep have given theirs back."""
-        self.trainer_sleeps, self.engines_sleep = settings.trainer_sleeps, settings.engines_sleep
+    def __init__(
+        self,
+        kind: RunKind,
+        trainers: TrainerGroup,
+        rollout: RolloutWorker,
+        console: RunConsole,
+        *,
+        keeps_weights: bool = False,
+    ) -> None:
+        """Trainers have all of their memory; engines that sleep have given theirs back.
+
+        With ``keeps_weights``, engines that sleep from now on keep their weights.
+        """
+        self.trainer_sleeps, self.engines_sleep = kind.trainer_sleeps, kind.engines_sleep
         self._trainers, self._rollout, self._console = trainers, rollout, console
-        keeps_weights = settings.rollout.selection.update_weights_interval > 1
         self._asleep = Held.WEIGHTS if keeps_weights else Held.NOTHING
         self._trainer = Held.EVERYTHING
         self._engines = Held.NOTHING if self.engines_sleep else Held.EVERYTHING
@@ -115,11 +135,6 @@ class Handover:
     @contextlib.contextmanager
     def _moving(self, what: str, phase: str, shown: Wait | None) -> Iterator[Callable[[], None]]:
         start = time.monotonic()
-        with self._console.wait(what, phase="hand over") if shown is None else contextlib.nullcontext(shown) as wait:
-
-            def poll() -> None:
-                self._rollout.progress()
-                wait.update()
-
-            yield poll
+        with self._console.wait(what, phase="hand over", within=shown) as wait:
+            yield watching(self._rollout, wait)
         self._seconds[phase] += time.monotonic() - start

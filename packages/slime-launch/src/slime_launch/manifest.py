@@ -26,13 +26,13 @@ FORMAT_VERSION = 2
 FILE_NAME = "manifest.json"
 LOCK = "run.lock"
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-"""What a file system says that has no locks, as some of clusters have not; a run there goes without."""
+"""Errors of a file system without locks, such as some of clusters; a run there goes without."""
 LOCK_SECONDS = 20.0  # longer than what is left of a killed run takes to end
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What to continue from.
+    """The state that a run continues from.
 
     Attributes:
         iteration: Rollouts trained on: the number of the checkpoint and of the next rollout.

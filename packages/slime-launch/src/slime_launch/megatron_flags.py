@@ -6,20 +6,23 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from slime_convert.shape import ModelShape
-from slime_launch.config import Settings
 from slime_launch.devices import run_device
 from slime_launch.parser import FlagGroup, without
 from slime_launch.switches import OFF
-from slime_megatron.arguments import classes, reason
-from slime_megatron.core_check import argument_notices, check_megatron_args
-from slime_megatron.megatron_words import answer, field_words, other_words
+from slime_megatron.service import (
+    MegatronConfig,
+    argument_notices,
+    check_megatron_args,
+    field_words,
+    other_words,
+    word_answer,
+)
 
 TITLE = "Megatron: its other arguments"
 NOTE = (
     "Every argument of the installed Megatron-core, such as --moe-z-loss-coeff 0.001, and of Megatron's own command\n"
     "line. `slime-launch train --help-megatron` lists them, and says which have no effect here and which are refused."
 )
-_BECOMES = {"forwarded": "given to Megatron-core", "shape": "compared with the model", "no effect": "no effect"}
 
 
 class Answered(NamedTuple):
@@ -56,7 +59,7 @@ def answered(argv: Sequence[str], known: Collection[str]) -> Answered:
     unused, problems, taken = [], [], []
     for name in unknown_words(argv, known):
         values = _values(argv, name)
-        found = answer(name, values)
+        found = word_answer(name, values)
         if found is None:
             continue
         taken.append(name)
@@ -67,28 +70,27 @@ def answered(argv: Sequence[str], known: Collection[str]) -> Answered:
     return Answered(without(argv, taken), unused, problems)
 
 
-def check_arguments(settings: Settings, shape: ModelShape, on_gpu: bool | None = None) -> None:
+def check_arguments(megatron: MegatronConfig, shape: ModelShape, on_gpu: bool | None = None) -> None:
     """Check the values of Megatron's arguments; raises `ConfigError`, a line for each problem.
 
     They are for a machine with GPUs, or without, as ``on_gpu`` says; ``None`` is this one.
     """
-    check_megatron_args(settings.megatron, shape, on_gpu=run_device() == "cuda" if on_gpu is None else on_gpu)
+    check_megatron_args(megatron, shape, on_gpu=run_device() == "cuda" if on_gpu is None else on_gpu)
 
 
-def argument_notes(settings: Settings, shape: ModelShape) -> list[str]:
+def argument_notes(megatron: MegatronConfig, shape: ModelShape) -> list[str]:
     """Which of the arguments have no effect, in one line, if there are any."""
-    lines = argument_notices(settings.megatron, shape, on_gpu=run_device() == "cuda")
+    lines = argument_notices(megatron, shape, on_gpu=run_device() == "cuda")
     return [f"Megatron's arguments: {'; '.join(lines)}"] if lines else []
 
 
 def megatron_help(known: Collection[str]) -> Iterator[str]:
-    """What ``--help-megatron`` shows, a line for each word."""
+    """The text of ``--help-megatron``, a line for each word."""
     for name, word in sorted(field_words().items()):
         if name not in known:
             value = "" if word.spec.is_switch else f" VALUE{' …' if word.spec.nargs else ''}"
-            becomes = next((_BECOMES[kind] for kind in classes(word.field) if kind in _BECOMES), "refused")
-            why = f": {reason(word.field)}" if reason(word.field) else ""
-            yield f"{name}{value}  {word.spec.help} [{becomes}{why}]"
+            why = f": {word.reason}" if word.reason else ""
+            yield f"{name}{value}  {word.spec.help} [{word.becomes}{why}]"
     for name, found in sorted(other_words().items()):
         yield f"{name}  [{'no effect' if found.has_no_effect else 'refused'}: {found.reason}]"
 

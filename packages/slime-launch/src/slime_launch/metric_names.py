@@ -30,7 +30,7 @@ PLACES = {
     "set": r"(?:(?!-pass@\d+\Z|-truncated_ratio\Z)[^/])+",
     "pair": "accuracy|chosen_reward|rejected_reward|reward_margin",
 }
-"""What ``<…>`` in a name stands for, as a regular expression."""
+"""Meanings of ``<…>`` in a name, as regular expressions."""
 
 
 @functools.cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
-import functools
 import json
 import shlex
 import sys
@@ -13,6 +12,8 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from slime_core.algorithms import ADVANTAGE_ESTIMATORS, LOSSES, names
+from slime_core.config import PAIR_LOSSES
 from slime_core.errors import ConfigError
 from slime_core.files import MOST_WRITTEN, read_text
 from slime_core.flags import FlagSpec
@@ -20,22 +21,13 @@ from slime_core.redact import HIDDEN, is_secret
 from slime_core.words import shortened, suggestions
 from slime_launch.answers import OTHERS, Outcome, data_answer, foreign_answer, named_here, table
 from slime_launch.errors import FlagError, Problems
-from slime_launch.flags import PREFIX, command, known_sglang_specs, read_anywhere, train_groups
+from slime_launch.flags import PREFIX, command, known_sglang_specs, own_flags, read_anywhere
 from slime_launch.names import HUB_NAME
-from slime_launch.parser import OneLineParser
-from slime_launch.shell_words import (
-    POSITIONAL,
-    VARIABLE,
-    TrainCommand,
-    as_shell,
-    plain,
-    read_command,
-    unresolved,
-)
+from slime_launch.parser import WordsParser
+from slime_launch.shell_words import POSITIONAL, VARIABLE, TrainCommand, as_shell, plain, read_command, unresolved
 from slime_launch.translate import SETTING, Became, Context, Item, become, context, items, ours_of, renamed
 from slime_launch.validate import check_settings
-from slime_megatron.arguments import has_no_effect, reason
-from slime_megatron.megatron_words import answer, field_words
+from slime_megatron.service import field_words, word_answer
 from slime_rollout.engine.router_flags import CONTROLLED as ROUTER_CONTROLLED
 from slime_rollout.engine.router_flags import PREFIX as ROUTER_PREFIX
 from slime_rollout.engine.sglang_flags import CONTROLLED
@@ -43,8 +35,6 @@ from slime_rollout.engine.sglang_flags import CONTROLLED
 STOPS = (Outcome.NOT_BUILT, Outcome.REFUSED, Outcome.UNKNOWN)
 WANDB_KEYS = ("--logger.wandb.key", "--use_wandb")
 """OpenRLHF's flags that take W&B's key, and switch it on."""
-LOSSES = (("sft", "sft_loss"), ("dpo", "dpo_loss"), ("reward", "rm_loss"), ("_rm", "rm_loss"))
-"""Parts of another launcher's program by which it trains on a data set, and our loss for it."""
 ASYNC = ("train_async.py", "slime-launch train-async")
 
 
@@ -76,7 +66,7 @@ def migrate(argv: list[str]) -> int:
     Returns:
         0 if every flag has its like here or needs none; 1 if one is not built, refused or unknown.
     """
-    parser = OneLineParser(prog="slime-launch migrate", description=__doc__)
+    parser = WordsParser(prog="slime-launch migrate", description=__doc__)
     parser.add_argument("--toml", metavar="FILE", help="write the flags to this file, for --config, not as a command")
     parser.add_argument(
         "script", nargs="+", help="a shell script, or the words of a command after `--`; a script is read, not run"
@@ -140,7 +130,7 @@ def migrated(theirs: TrainCommand) -> Migrated:
     if _loss(entry) is not None:
         around = dataclasses.replace(around, on_data=True)
         around = dataclasses.replace(around, ours=frozenset(_named(name, around) for name in around.given))
-    if not (_loss(entry) or "").startswith(("dpo", "rm")):
+    if _loss(entry) not in PAIR_LOSSES:
         around = dataclasses.replace(around, numbers={**around.numbers, "pairs": 1})
     found = [_of(item, around) for item in given]
     made = {word for became in found for word in became.words}
@@ -178,7 +168,7 @@ def _without_more(item: Item, known: Mapping[str, FlagSpec], problems: list[str]
 
 
 def _become(item: Item, around: Context) -> Became:
-    """What became of one flag, also of a program that trains on a data set."""
+    """The outcome of one flag, also of a program that trains on a data set."""
     answer = data_answer(item.name) if around.on_data else None
     return become(item, around) if answer is None else renamed(item, answer, around)
 
@@ -204,7 +194,7 @@ def _problems(words: Sequence[str]) -> list[str]:
 
 
 def _of(item: Item, around: Context) -> Became:
-    """What became of one flag, with SGLang's and unknown ones."""
+    """The outcome of one flag, also of SGLang's and unknown ones."""
     if item.name == "--config":
         note = "it names a file of settings, which is not read; give them as flags"
         return Became(item, Outcome.REFUSED, (), note)
@@ -217,14 +207,14 @@ def _of(item: Item, around: Context) -> Became:
         return Became(Item(item.name, (HIDDEN,)), Outcome.RENAMED, (), note)
     became = _become(item, around)
     word = field_words().get(item.name)
-    if became.outcome is Outcome.SAME and word is not None and item.name not in _own():
+    if became.outcome is Outcome.SAME and word is not None and item.name not in own_flags():
         if word.is_refused:
-            return Became(item, Outcome.REFUSED, (), reason(word.field) or "Megatron has it, slime does not")
-        if has_no_effect(word.field):
-            return Became(item, Outcome.NO_EFFECT, (), reason(word.field))
+            return Became(item, Outcome.REFUSED, (), word.reason or "Megatron has it, slime does not")
+        if word.has_no_effect:
+            return Became(item, Outcome.NO_EFFECT, (), word.reason)
     if became.outcome is not Outcome.UNKNOWN:
         return became
-    if (megatrons := answer(item.name, item.values)) is not None:
+    if (megatrons := word_answer(item.name, item.values)) is not None:
         return Became(item, Outcome.NO_EFFECT if megatrons.has_no_effect else Outcome.REFUSED, (), megatrons.reason)
     if not item.name:
         return Became(item, Outcome.UNKNOWN, (), "belongs to no flag")
@@ -233,7 +223,7 @@ def _of(item: Item, around: Context) -> Became:
 
 
 def _without_what_it_needs(became: Became, made: set[str], known: Mapping[str, FlagSpec]) -> Became:
-    """What became of a flag that has an effect beside another one of ours alone, which the command has not."""
+    """The outcome of a flag; without effect if it needs another one of ours that the command has not."""
     answer = None if became.item.name in known else foreign_answer(became.item.name, known)
     if answer is None or not became.words or not answer.with_flag or answer.with_flag in made:
         return became
@@ -244,17 +234,12 @@ def _without_what_it_needs(became: Became, made: set[str], known: Mapping[str, F
 
 def _set_by_slime(name: str) -> str | None:
     """Why a flag of SGLang's or its router's cannot be given; ``None`` if it can."""
-    if name in _own():
+    if name in own_flags():
         return None
     for prefix, controlled in ((PREFIX, CONTROLLED), (ROUTER_PREFIX, ROUTER_CONTROLLED)):
         if name.startswith(prefix) and (reason := controlled.get(name.removeprefix(prefix))):
             return reason
     return None
-
-
-@functools.cache
-def _own() -> frozenset[str]:
-    return frozenset(spec.name for group in train_groups() for spec in group.flags)
 
 
 def _defaults(entry: str, words: Sequence[str], around: Context) -> list[str]:
@@ -269,7 +254,7 @@ def _defaults(entry: str, words: Sequence[str], around: Context) -> list[str]:
     if loss is not None:
         return [*_their_defaults(f"{launcher}-{loss.removesuffix('_loss')}-defaults", around), "--loss-type", loss]
     found = _their_defaults(f"{launcher}-defaults", around)
-    if "ppo" in [*words, *found]:
+    if not {*words, *found}.isdisjoint(names(ADVANTAGE_ESTIMATORS, lambda row: row.needs_critic)):
         found += _their_defaults(f"{launcher}-critic-defaults", around)
     if "--save-interval" in words:
         found += _their_defaults(f"{launcher}-save-defaults", around)
@@ -289,7 +274,7 @@ def _loss(entry: str) -> str | None:
     """Our loss, if another launcher's program trains on a data set."""
     if _launcher(entry) is None:
         return None
-    return next((loss for part, loss in LOSSES if part in entry), None)
+    return next((loss for loss, row in LOSSES.items() if any(part in entry for part in row.programs)), None)
 
 
 def _their_defaults(section: str, around: Context) -> list[str]:
@@ -307,7 +292,7 @@ def _their_defaults(section: str, around: Context) -> list[str]:
 
 
 def _unsaid(entry: str, words: Sequence[str], around: Context) -> list[str]:
-    """What another launcher decides without a flag, and ours is told by one."""
+    """Decisions that another launcher makes without a flag, and ours is told by one."""
     named = [value for item in items(words) if item.name == "--prompt-data" for value in item.values]
     hub = [
         f"--prompt-data {value} names a data set on the Hub: save it as a file of rows, or with datasets.save_to_disk, "

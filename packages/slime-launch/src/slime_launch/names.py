@@ -8,6 +8,7 @@ import functools
 import json
 import re
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,17 @@ from slime_core.files import read_json
 from slime_core.flags import collected_problems
 from slime_launch.config import Settings
 from slime_launch.errors import PreflightError, Problems
-from slime_megatron.config import flag_name
+from slime_megatron.service import flag_name
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 DESCRIPTION = ("*.json", "*.model", "*.txt", "*.jinja")
-"""What a plan reads of a model: config, tokenizer, chat template, and the index of its weights."""
+"""Files of a model that a plan reads: config, tokenizer, chat template, and the index of its weights."""
 FILES = (*DESCRIPTION, "*.safetensors")
-"""What a run reads of a model."""
+"""Files of a model that a run reads."""
 INDEX = "model.safetensors.index.json"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 TRACKERS = ("latest_checkpointed_iteration.txt", ".metadata", "metadata.json")
-"""What a directory with weights has: files of such names, or these of a checkpoint."""
+"""Files by which a directory with weights is known: of such names, or these of a checkpoint."""
 CHECKPOINTS = ("load", "ref_load", "critic_load", "opd_teacher_load")
 """Flags of trainers that name a checkpoint, or a model."""
 
@@ -57,29 +58,28 @@ def with_paths(settings: Settings, problems: Problems, *, weights: bool = True) 
             rollout = dataclasses.replace(rollout, data=data)
             checkpoints: dict[str, Any] = {key: paths[name] for key, name in named.items()}
             megatron = dataclasses.replace(megatron, **checkpoints)
-        if settings.generates and engine.sglang_python is None and not engine.rollout_external_engine_addrs:
+        if settings.kind.generates and engine.sglang_python is None and not engine.rollout_external_engine_addrs:
             engine = dataclasses.replace(engine, sglang_python=engine.python)
     return dataclasses.replace(settings, rollout=rollout, megatron=megatron, engine=engine)
 
 
 def models(settings: Settings) -> dict[str, str]:
-    """What may be a model's name on the Hub, by its flag: what the run itself writes is none, though it comes later."""
+    """Possible names of models on the Hub, by flag: what the run itself writes is none, though it comes later."""
     megatron, found = settings.megatron, {"hf_checkpoint": settings.rollout.data.hf_checkpoint}
     written = {Path(path).resolve() for path in (megatron.save, megatron.critic_save) if path is not None}
-    for key in CHECKPOINTS if settings.trains else ():
+    for key in CHECKPOINTS if settings.kind.trains else ():
         path = getattr(megatron, key)
         if path is not None and Path(path).resolve() not in written:
             found[key] = path
     return found
 
 
-def absent_models(given: Settings, settings: Settings) -> dict[str, str]:
-    """The models whose weights are not here: path in the ``settings`` → what was ``given``.
+def absent_models(given: Mapping[str, str], paths: Mapping[str, str]) -> dict[str, str]:
+    """The models whose weights are not here, by path: what was ``given``. Both are as of :func:`models`.
 
     Those are the models that were given by name and are not downloaded, and directories that only describe a model.
     """
-    names, paths = models(given), models(settings)
-    named = {path: names[key] for key, path in paths.items() if path != names[key] and not is_whole(Path(path))}
+    named = {path: given[key] for key, path in paths.items() if path != given[key] and not is_whole(Path(path))}
     return named | {path: path for path in paths.values() if path not in named and _only_describes(Path(path))}
 
 

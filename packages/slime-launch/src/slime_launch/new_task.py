@@ -16,22 +16,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime_core.config import DATA_LOSSES
 from slime_core.files import whole_file
 from slime_launch.errors import RecipeError
-from slime_launch.parser import OneLineParser
+from slime_launch.parser import WordsParser
 
 RECIPES = Path(__file__).parent / "recipes"
 DEFAULT = "own-reward"
 README, RUN, LAPTOP = "README.md", "run.toml", "laptop.toml"
-WITHOUT_ENGINES = ("sft_loss", "dpo_loss", "rm_loss")
 HOOK_SETTINGS = (
     *("prompt-data", "input-key", "label-key", "metadata-key", "tool-key", "apply-chat-template"),
     *("custom-config-path", "custom-rm-kwargs", "reward-key", "group-rm", "max-turns"),
 )
-"""What `check-hooks` is given of a run file, besides the hooks."""
+"""The settings of a run file that `check-hooks` is given, besides the hooks."""
 
 Flags = Mapping[str, Any]
-"""What a run file says, by the flags' names without dashes in front."""
+"""The values of a run file, by the flags' names without dashes in front."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class RecipeFolder:
 
     @property
     def where(self) -> str:
-        """What it runs on, such as `laptop; 8 GPUs, colocated`."""
+        """The machines that it runs on, such as `laptop; 8 GPUs, colocated`."""
         laptop = "laptop; " if (self.folder / LAPTOP).exists() else ""
         return laptop + gpus(run_flags(self.folder / RUN))
 
@@ -66,9 +66,7 @@ class RecipeFolder:
 
 def recipes(argv: list[str]) -> int:
     """Print every recipe: name, what it runs on, title."""
-    parser = OneLineParser(
-        prog="slime-launch recipes", description="List the recipes that `slime-launch new` can copy."
-    )
+    parser = WordsParser(prog="slime-launch recipes", description="List the recipes that `slime-launch new` can copy.")
     parser.parse_args(argv)
     rows = [(recipe.name, recipe.where, recipe.title) for recipe in find_recipes().values()]
     name_width, where_width = (max(len(row[column]) for row in rows) for column in (0, 1))
@@ -84,7 +82,7 @@ def new(argv: list[str]) -> int:
     Raises:
         RecipeError: There is no such recipe, or ``NAME`` exists already.
     """
-    parser = OneLineParser(
+    parser = WordsParser(
         prog="slime-launch new",
         description="Copy a recipe into a new folder, with its own paths in it, and say what to do next.",
     )
@@ -171,7 +169,7 @@ def next_steps(folder: Path) -> list[str]:
 
 def check_hooks_words(flags: Flags) -> list[str]:
     """The `slime-rollout check-hooks` that calls the functions of a run file; none where it has no functions."""
-    from slime_rollout.hooks import HOOKS
+    from slime_rollout.checks import HOOKS
 
     hooks = [hook.flag.removeprefix("--") for hook in HOOKS if hook.flag.removeprefix("--") in flags]
     if not hooks:
@@ -186,7 +184,7 @@ def check_hooks_words(flags: Flags) -> list[str]:
 
 
 def run_flags(path: Path) -> Flags:
-    """What a run file says.
+    """The values of a run file.
 
     Raises:
         RecipeError: It is not TOML.
@@ -201,7 +199,7 @@ def run_flags(path: Path) -> Flags:
 def gpus(flags: Flags) -> str:
     """How many GPUs a run file asks for, such as `16 GPUs` or `8 GPUs, colocated`."""
     trainers = flags.get("actor-num-nodes", 1) * flags.get("actor-num-gpus-per-node", 1)
-    engines = 0 if flags.get("loss-type") in WITHOUT_ENGINES else flags.get("rollout-num-gpus", 0)
+    engines = 0 if flags.get("loss-type") in DATA_LOSSES else flags.get("rollout-num-gpus", 0)
     is_shared = flags.get("colocate", False)
     total = max(trainers, engines) if is_shared else trainers + engines
     return f"{total} GPU{'s' if total > 1 else ''}{', colocated' if is_shared else ''}"

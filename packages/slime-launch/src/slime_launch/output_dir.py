@@ -9,17 +9,17 @@ from slime_core.files import read_json
 from slime_launch.manifest import FILE_NAME as MANIFEST_FILE
 from slime_launch.resolved import FILE_NAME as SETTINGS_FILE
 from slime_launch.resume import ROLLOUT_DIR
-from slime_launch.shown import SAMPLES_DIR
 from slime_launch.step_sums import SUMS_FILE
 from slime_launch.tracking import METRICS_FILE, TENSORBOARD_DIR, read_rows
 from slime_launch.wandb_run import RUN_ID_FILE
+from slime_rollout.service import SAMPLES_DIR
 
 EARLIER = "earlier"
 _FILES = (
     *(SETTINGS_FILE, SUMS_FILE, TENSORBOARD_DIR, SAMPLES_DIR, "report.json", "report.html", "reward_curve.png"),
     *("loss_curve.png", RUN_ID_FILE, "wandb", "logs", "profile", ROLLOUT_DIR, METRICS_FILE),
 )
-"""What a run writes there. Metrics are last, because they say that a run is there: what is cut off is done again."""
+"""Files of a run there. Metrics are last: they show that a run is there, so a move that is cut off is done again."""
 
 
 def make_room(directory: Path, save: Path | None) -> Iterator[str]:

@@ -6,10 +6,8 @@ from typing import Any
 
 from slime_core.errors import ConfigError
 from slime_core.flags import FlagSpec, flag_specs
-from slime_launch.config import Settings
 from slime_launch.parser import nearest
-from slime_megatron.config import MegatronConfig
-from slime_megatron.overrides import TRAINED, role_config
+from slime_megatron.service import TRAINED, MegatronConfig, role_config
 from slime_rollout.strict_yaml import load_yaml
 
 FLAG = "--megatron-config-path"
@@ -20,13 +18,12 @@ Overrides = dict[str, dict[str, Any]]
 """Settings by role and name in Python, of their flags' types."""
 
 
-def read_overrides(settings: Settings) -> Overrides:
-    """What the file says, checked together with the flags; nothing without the file.
+def read_overrides(path: str | None, megatron: MegatronConfig, *, has_critic: bool) -> Overrides:
+    """The settings in the file at ``path``, checked together with the flags; none without a file.
 
     Raises:
         ConfigError: The file cannot be used, or a role's settings cannot work.
     """
-    path = settings.run.megatron_config_path
     if path is None:
         return {}
     content = load_yaml(FLAG, path, written=True)
@@ -41,10 +38,10 @@ def read_overrides(settings: Settings) -> Overrides:
         found[role] = values
     for role in found:
         try:
-            role_config(settings.megatron, role, found)
+            role_config(megatron, role, found)
         except ConfigError as error:
             raise ConfigError(f"{FLAG} {path}: {error}") from None
-    if "critic" in found and not settings.algorithm.needs_critic:
+    if "critic" in found and not has_critic:
         raise ConfigError(f"{FLAG} {path}: this run has no critic; add --advantage-estimator ppo, or leave it out")
     return found
 

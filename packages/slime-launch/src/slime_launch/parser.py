@@ -25,7 +25,7 @@ TAKEN_AS_A_FLAG = {
     (".sh",): "`slime-launch migrate {word} --toml run.toml` makes a run file of a script",
     (".jsonl", ".parquet"): "give rows as --prompt-data {word}, or held-out ones as --eval-prompt-data NAME {word}",
 }
-"""What to do with a file that was given without its flag, by the end of its name."""
+"""Advice about a file that was given without its flag, by the end of its name."""
 HAVE_FLAGS = (*ENDS, ".sh")
 """Files that have other flags in them, which would seem to be missing."""
 _DASHES = "-\N{HYPHEN}\N{NON-BREAKING HYPHEN}\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}"
@@ -51,7 +51,7 @@ class _Parser(argparse.ArgumentParser):
         raise FlagError(message.removeprefix("argument "))
 
 
-class OneLineParser(one_line.OneLineParser):
+class WordsParser(one_line.OneLineParser):
     """A parser of a few words whose errors are one line, a :class:`FlagError`."""
 
     problem = FlagError
@@ -80,7 +80,7 @@ def build_parser(
 
 
 class Parsed(NamedTuple):
-    """What could be read of a command line.
+    """A command line, as far as it could be read.
 
     Attributes:
         given: The flags that were given, by ``dest``; one with several values has a tuple, all of them if repeated.
@@ -176,7 +176,7 @@ def without(argv: Sequence[str], names: Collection[str]) -> list[str]:
 
 
 def help_line(spec: FlagSpec, known: Mapping[str, FlagSpec] = MappingProxyType({})) -> str:
-    """What ``--help`` says about one flag: text, unit, which of the ``known`` ones (by ``dest``) it needs, default."""
+    """The line of one flag in ``--help``: text, unit, which of the ``known`` ones (by ``dest``) it needs, default."""
     facts = [spec.unit] if spec.unit else []
     facts += shown_needs(spec, known)
     if spec.default is dataclasses.MISSING:
@@ -222,17 +222,17 @@ def leading_strays(argv: Sequence[str]) -> list[str]:
 
 def strays(argv: Sequence[str], known: Mapping[str, FlagSpec]) -> Iterator[tuple[str, str]]:
     """The words that belong to no flag, each with the flag before it as typed; empty where there is none."""
-    before, room = "", 0.0
+    before, left = "", 0.0  # how many words more the flag takes
     for word in argv:
         if word.startswith("--"):
             name, equals, _ = word.partition("=")
             spec, before = known.get(name), word
-            room = 0 if equals or (spec is not None and spec.is_switch) else math.inf
-            room = 1 if room and spec is not None and not spec.nargs else room
-        elif room < 1:
+            left = 0 if equals or (spec is not None and spec.is_switch) else math.inf
+            left = 1 if left and spec is not None and not spec.nargs else left
+        elif left < 1:
             yield word, before
         else:
-            room -= 1
+            left -= 1
 
 
 def check_has_flags(argv: Sequence[str], known: Mapping[str, FlagSpec]) -> None:

@@ -30,7 +30,7 @@ from slime_core.importing import BY_US, SAFE_PATH
 from slime_launch.calls import Watch
 from slime_launch.config import ClusterConfig
 from slime_launch.errors import PlacementError
-from slime_rollout.engine.transports import Transport, chosen_of
+from slime_rollout.engine.transports import Route, Way, WeightSyncConfig, chosen_of, refusal, transports
 
 GPU_SECONDS = 120.0  # for Ray to start a process on every node, and ask it for each GPU
 POLL_SECONDS = 0.2
@@ -42,7 +42,7 @@ KEEP_CHILDREN = {"RAY_kill_child_processes_on_worker_exit": "false"}
 
 
 def runtime_env(variables: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any] | None:
-    """What Ray sets up for an actor: some variables, and :data:`KEEP_CHILDREN`; ``None`` if it has them already.
+    """The environment that an actor gets: some variables, and :data:`KEEP_CHILDREN`; ``None`` if it has it already.
 
     The processes of a Ray that this run started have its environment. To set one up, Ray starts a further process for
     each actor, which imports Ray first.
@@ -54,7 +54,7 @@ def runtime_env(variables: Mapping[str, str] = MappingProxyType({})) -> dict[str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
+class BundleLayout:
     """The resources of each bundle, and which ones serve trainer ranks and engines (none with external engines)."""
 
     bundles: tuple[dict[str, float], ...]
@@ -68,23 +68,23 @@ class Layout:
         return bool(self.trainer) and self.rollout[:1] == self.trainer[:1]
 
     def trainer_resources(self) -> dict[str, float]:
-        """What one trainer rank asks of its bundle: half of it where the engines live there, too."""
+        """The share of its bundle that a trainer rank asks for: half where the engines live there, too."""
         share = 0.5 if self.shared else 1.0
         return {"num_cpus": 0.5, "num_gpus": share if self.cuda else 0.0}
 
 
-def plan_layout(cluster: ClusterConfig, *, cuda: bool, trains: bool = True) -> Layout:
+def plan_layout(cluster: ClusterConfig, *, cuda: bool, trains: bool = True) -> BundleLayout:
     """Assign trainer ranks, if the run ``trains``, and engines to bundles; with ``cuda`` a bundle is a GPU."""
     trainer = tuple(range(cluster.actor_gpus if trains else 0))
     first = 0 if cluster.colocate else len(trainer)
     rollout = tuple(range(first, first + cluster.rollout_gpus))
     bundle = {"GPU": 1.0, "CPU": 1.0} if cuda else {"CPU": 1.0}
     count = max((*trainer, *rollout, 0)) + 1
-    return Layout(bundles=tuple(dict(bundle) for _ in range(count)), trainer=trainer, rollout=rollout, cuda=cuda)
+    return BundleLayout(bundles=tuple(dict(bundle) for _ in range(count)), trainer=trainer, rollout=rollout, cuda=cuda)
 
 
-def layout_notes(layout: Layout, *, hands_over: bool) -> list[str]:
-    """What is not known of a layout, a line each; ``hands_over`` says whether a half gives memory back."""
+def layout_notes(layout: BundleLayout, *, hands_over: bool) -> list[str]:
+    """Lines about layouts that were never run; ``hands_over`` says whether a half gives memory back."""
     if not (layout.cuda and layout.shared):
         return []
     if hands_over:
@@ -105,21 +105,15 @@ def own_share(workers: int) -> int:
     return threads_per_worker(workers, len(os.sched_getaffinity(0)))
 
 
-def check_transport(ways: list[Transport]) -> Transport:
+def check_transport(config: WeightSyncConfig, route: Route) -> Way:
     """The transport that was given, or chosen.
 
     Raises:
         PlacementError: The one that was given does not reach the engines.
     """
-    chosen = chosen_of(ways)
-    if chosen.problem is None:
-        return chosen
-    others = " or ".join(way.name for way in ways if way.problem is None)
-    far = ", and engines are on other nodes than the trainer's first rank" if chosen.name in ("tensor", "disk") else ""
-    way_out = f"leave it out, or give {others}"
-    if chosen.name == "disk":
-        way_out = "give --update-weight-receivers in place of --update-weight-local-checkpoint-dir"
-    raise PlacementError(f"--update-weight-transport {chosen.name} {chosen.problem}{far}; {way_out}")
+    if (problem := refusal(config, route)) is not None:
+        raise PlacementError(problem)
+    return chosen_of(transports(config, route))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,7 +129,7 @@ class Placement:
     """
 
     group: Any
-    layout: Layout
+    layout: BundleLayout
     trainer: tuple[int, ...]
     rollout: tuple[int, ...]
     nodes: Mapping[int, str]
@@ -182,7 +176,7 @@ class Placement:
 
 
 def place_run(
-    layout: Layout, *, timeout: float, watch: Watch, on_wait: Callable[[str], None], grows: bool = False
+    layout: BundleLayout, *, timeout: float, watch: Watch, on_wait: Callable[[str], None], grows: bool = False
 ) -> Placement:
     """Get room for the run; errors as of :func:`reserve`."""
     group = reserve(layout, timeout=timeout, watch=watch, on_wait=on_wait)
@@ -200,7 +194,9 @@ def place_run(
     )
 
 
-def reserve(layout: Layout, *, timeout: float, watch: Watch, on_wait: Callable[[str], None] = lambda _: None) -> Any:
+def reserve(
+    layout: BundleLayout, *, timeout: float, watch: Watch, on_wait: Callable[[str], None] = lambda _: None
+) -> Any:
     """Get the ready placement group; ``on_wait`` hears meanwhile what is still missing.
 
     Raises:
@@ -224,8 +220,8 @@ def reserve(layout: Layout, *, timeout: float, watch: Watch, on_wait: Callable[[
     return group
 
 
-def shortage(layout: Layout, free: dict[str, float], total: dict[str, float]) -> str:
-    """What ``layout`` needs, what is free, and the total, in words."""
+def shortage(layout: BundleLayout, free: dict[str, float], total: dict[str, float]) -> str:
+    """The resources that ``layout`` needs, those that are free, and the total, in words."""
     needed = {name: sum(bundle[name] for bundle in layout.bundles) for name in layout.bundles[0]}
     return ", ".join(
         f"{name} needed {amount:g}, free {free.get(name, 0):g} of {total.get(name, 0):g}"

@@ -1,4 +1,4 @@
-"""What a command sends over a network in plain text, and how to keep it from others."""
+"""Notes about what a command sends over a network in plain text, and how to keep it from others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ipaddress
 import os
 import socket
 import urllib.parse
-from collections.abc import Iterator
 
 from slime_core.redact import redacted
 from slime_launch.config import Settings
@@ -24,24 +23,21 @@ def plain_text_notes(settings: Settings, *, nodes: int) -> list[str]:
 
     A run on one machine, whose services are there, too, sends nothing over a network.
     """
+    engine, rm_url, tracking = settings.engine, settings.rollout.rewards.rm_url, settings.tracking
     lines = [BETWEEN_NODES] if nodes > 1 or os.environ.get("RAY_ADDRESS") else []
-    return [*lines, *_services(settings)]
-
-
-def _services(settings: Settings) -> Iterator[str]:
-    engine, rewards, tracking = settings.engine, settings.rollout.rewards, settings.tracking
-    if settings.generates:
+    if settings.kind.generates:
         urls = engine.external_urls
         if engine.sglang_router_url is not None:
             urls = (*urls, full_address("--sglang-router-url", engine.sglang_router_url))
         if far := [url for url in urls if _is_plain(url)]:
-            yield f"in plain text to {', '.join(far)}: prompts, responses, weights and the key; {TUNNEL}"
-        if rewards.rm_url is not None and _is_plain(rewards.rm_url):
-            where = redacted(rewards.rm_url)
-            yield f"in plain text to {where} (--rm-url): prompts, responses and labels; give https://, or {TUNNEL}"
+            lines.append(f"in plain text to {', '.join(far)}: prompts, responses, weights and the key; {TUNNEL}")
+        if rm_url is not None and _is_plain(rm_url):
+            what = "prompts, responses and labels; give https://, or"
+            lines.append(f"in plain text to {redacted(rm_url)} (--rm-url): {what} {TUNNEL}")
     if tracking.use_wandb and tracking.wandb_host is not None and _is_plain(tracking.wandb_host):
         where = redacted(tracking.wandb_host)
-        yield f"in plain text to {where} (--wandb-host): metrics, settings and W&B's key; give https://"
+        lines.append(f"in plain text to {where} (--wandb-host): metrics, settings and W&B's key; give https://")
+    return lines
 
 
 def _is_plain(url: str) -> bool:

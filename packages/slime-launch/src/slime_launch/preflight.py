@@ -13,21 +13,24 @@ from slime_convert.errors import ConvertError
 from slime_convert.formats.hf import open_model
 from slime_convert.mapping import weight_map
 from slime_convert.shape import ModelShape
+from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError, DataError
 from slime_core.flags import collected_problems
 from slime_core.schedule import check_pairs
 from slime_core.types import RolloutColumns
 from slime_core.words import counted
 from slime_launch.cluster import check_token
-from slime_launch.config import Settings
+from slime_launch.config import RunConfig, Settings
+from slime_launch.derived import engine_dtype, num_engines, row_limit
 from slime_launch.devices import find_device, run_device
+from slime_launch.disk_space import check_disk_space, check_written, written_directories, written_files
 from slime_launch.errors import PreflightError, Problems
+from slime_launch.kind import RunKind
 from slime_launch.manifest import Manifest
 from slime_launch.megatron_flags import check_arguments
 from slime_launch.names import is_published, with_paths
 from slime_launch.overrides import Overrides, read_overrides
 from slime_launch.resume import StartWeights, find_run, start_weights
-from slime_launch.room import check_room, check_written
 from slime_launch.switches import check_switched_off
 from slime_launch.validate import (
     check_on_cpu,
@@ -35,29 +38,38 @@ from slime_launch.validate import (
     check_settings,
     check_shape,
     check_whole_engines,
-    engine_dtype,
     length_notes,
-    num_engines,
-    row_limit,
 )
 from slime_launch.wandb_run import check_wandb
-from slime_megatron.checkpoint import check_checkpoint, find_checkpoint, teacher_source
-from slime_megatron.fits import check_fits
-from slime_megatron.memory import check_memory, stages_memory
-from slime_megatron.overrides import role_config
-from slime_megatron.start import check_algorithm
-from slime_rollout.data import check_prompt_data
-from slime_rollout.data.files import split_slice
-from slime_rollout.data.notes import data_notes
-from slime_rollout.data_service import DataSpec, check_rows, count_rows
+from slime_megatron.service import (
+    check_algorithm,
+    check_checkpoint,
+    check_fits,
+    check_memory,
+    find_checkpoint,
+    teacher_source,
+    trained_roles,
+)
+from slime_rollout.checks import (
+    Measured,
+    check_hooks,
+    check_prompt_data,
+    check_rows,
+    check_stop_ids,
+    count_rows,
+    data_notes,
+    measure_prompts,
+    measure_rows,
+    read_eval_sets,
+    split_slice,
+)
+from slime_rollout.config import RolloutConfig
 from slime_rollout.engine.python import has_sglang, importable_in
 from slime_rollout.engine.router import check_router_port
 from slime_rollout.engine.server import EngineSpec, check_flags
 from slime_rollout.engine.sglang_flags import missing_sglang
 from slime_rollout.engine.topology_plan import EnginePlan, Topology, check_runs_here, plan_engines, topology_of
-from slime_rollout.eval_sets import read_eval_sets
-from slime_rollout.hooks import check_hooks, hook_args_of
-from slime_rollout.measure import Measured, check_stop_ids, measure_prompts, measure_rows
+from slime_rollout.service import DataSpec, hook_args_of
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 
@@ -104,27 +116,28 @@ def preflight(settings: Settings, known: Sequence[str] = (), *, first_rollout: i
     problems = Problems(known, settings.unread)
     settings = with_paths(settings, problems)
     found = look(settings, problems, first_rollout=first_rollout)
-    if not problems.lines and found.shape is not None and found.settings.trains:
+    if not problems.lines and found.shape is not None and found.settings.kind.trains:
         problems.attempt(check_roles_fit, found.settings, found.shape, found.overrides or {})
     problems.report()
     assert found.shape is not None and found.run is not None  # their problems were reported
     manifest, weights = found.run
     settings = found.settings
+    engines = num_engines(settings.cluster, settings.engine) if found.engines is None else found.engines.num_engines
     return Checked(
         settings=settings,
         shape=found.shape,
         manifest=manifest,
         weights=weights,
         overrides=found.overrides or {},
-        topology=topology_of(settings.engine, settings.cluster.rollout_gpus) if settings.generates else None,
-        num_engines=num_engines(settings) if found.engines is None else found.engines.num_engines,
+        topology=topology_of(settings.engine, settings.cluster.rollout_gpus) if settings.kind.generates else None,
+        num_engines=engines,
         said=found.said,
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
-    """What the checks of a command came upon; ``None`` for what has a problem, or is not asked for.
+    """Facts from the checks of a command; ``None`` for one that has a problem, or is not asked for.
 
     Attributes:
         settings: The command's, with what follows from the data: its number of rollouts.
@@ -165,50 +178,48 @@ def look(
     ``elsewhere``, which is for plans, too, those checks are left out that another machine than this has to pass, which
     has GPUs or none, as ``on_gpu`` says.
     """
-    not_here = absent_data(settings) if elsewhere else []
-    settings = without_checkpoints(problems.attempt(count_rollouts, settings) or settings)
+    not_here = absent_data(settings.rollout) if elsewhere else []
+    run_config = problems.attempt(count_rollouts, settings.run, settings.rollout) or settings.run
+    settings = without_checkpoints(dataclasses.replace(settings, run=run_config))
     problems.attempt(check_settings, settings)
-    _check_functions(settings, problems)
-    directory = Path(settings.rollout.data.hf_checkpoint)
-    problems.attempt(_check_model, settings, absent)
-    shape = problems.attempt(check_shape, settings) if (directory / "config.json").is_file() else None
-    problems.attempt(check_switched_off, settings, shape)
-    if shape is not None:
-        if settings.trains:
-            problems.attempt(check_fits, settings.megatron, shape)
-        problems.attempt(check_arguments, settings, shape, on_gpu)
-        if str(directory) not in absent:
-            problems.attempt(check_quantized, settings, elsewhere)
-            problems.attempt(check_weight_names, directory, shape, "--hf-checkpoint")
-    overrides = problems.attempt(read_overrides, settings)
+    overrides = problems.attempt(
+        read_overrides, settings.run.megatron_config_path, settings.megatron, has_critic=settings.kind.has_critic
+    )
+    _check_functions(settings, overrides or {}, problems)
+    has_weights = str(Path(settings.rollout.data.hf_checkpoint)) not in absent
+    shape = _shape(settings, problems, elsewhere=elsewhere, has_weights=has_weights, on_gpu=on_gpu)
     run = problems.attempt(find_weights, settings, absent)
     _check_checkpoints(settings, shape, run, absent, problems)
     if not elsewhere:
-        problems.attempt(check_written, settings)
-        problems.attempt(check_room, settings)
+        problems.attempt(check_written, written_directories(settings))
+        problems.attempt(check_disk_space, written_files(settings))
         problems.attempt(check_wandb, settings.tracking)
         required = settings.cluster.ray_require_token
         problems.attempt(check_token, os.environ.get("RAY_ADDRESS"), required=required)
     engines = rows = None
-    if settings.generates:
+    if settings.kind.generates:
         rows = None if not_here else problems.attempt(check_prompt_data, settings.rollout)
         problems.attempt(check_stop_ids, settings.rollout)
         if settings.engine.sglang_router_port is not None and not elsewhere:
             problems.attempt(check_router_port, settings.engine.sglang_router_ip, settings.engine.sglang_router_port)
         engines = problems.attempt(check_engines, settings, elsewhere=elsewhere, planned=planned)
         if not elsewhere:
-            problems.attempt(check_on_cpu, settings, engines)
-    elif settings.rows is not None:
-        rows = None if not_here else problems.attempt(check_rows, settings.rollout, settings.rows)
+            problems.attempt(check_on_cpu, settings.kind, settings.rollout, settings.engine, engines)
+    elif settings.kind.rows is not None:
+        rows = None if not_here else problems.attempt(check_rows, settings.rollout, settings.kind.rows)
     elif run is not None:
-        problems.attempt(check_recorded, settings, run[0], first_rollout)
-    has_tokenizer = rows is not None and str(directory) not in absent  # which comes with the weights
-    notes = problems.attempt(data_notes, settings.rollout, settings.rows or "prompts") if has_tokenizer else None
-    counted = problems.attempt(measure, settings, shape) if has_tokenizer and shape is not None else None
-    measured = counted or Measured()
-    limits = problems.attempt(length_notes, settings, shape) if shape is not None and settings.generates else None
+        first = first_rollout if run[0] is None else run[0].iteration
+        reward_key = settings.rollout.rewards.reward_key
+        problems.attempt(check_recorded, settings.run, first, settings.algorithm, reward_key)
+    has_tokenizer = rows is not None and has_weights  # the tokenizer comes with the weights
+    notes = problems.attempt(data_notes, settings.rollout, settings.kind.rows or "prompts") if has_tokenizer else None
+    measured, limits = Measured(), None
+    if shape is not None and has_tokenizer:
+        measured = problems.attempt(measure, settings.kind, settings.rollout, shape.max_position_embeddings) or measured
+    if shape is not None and settings.kind.generates:
+        limits = problems.attempt(length_notes, settings.kind, settings.rollout, shape)
     rows = None if rows is None else rows | {path: found.used for path, found in measured.files.items()}
-    if settings.rows is not None and settings.trains and rows is not None:
+    if settings.kind.rows is not None and settings.kind.trains and rows is not None:
         problems.attempt(check_held_out, settings, rows)
     return Found(
         settings=settings,
@@ -221,6 +232,27 @@ def look(
         measured=measured,
         said=[*(notes or ()), *(limits or ()), *measured.notices, *_row_notes(settings, rows or {})],
     )
+
+
+def _shape(
+    settings: Settings, problems: Problems, *, elsewhere: bool, has_weights: bool, on_gpu: bool | None
+) -> ModelShape | None:
+    """The model's shape, after the model was compared with the flags; the other arguments are as of :func:`look`."""
+    rollout, kind = settings.rollout, settings.kind
+    directory = Path(rollout.data.hf_checkpoint)
+    problems.attempt(check_hf_directory, directory, weights=has_weights)
+    has_config = (directory / "config.json").is_file()
+    shape = problems.attempt(check_shape, rollout, settings.shape) if has_config else None
+    problems.attempt(check_switched_off, settings, shape)
+    if shape is not None:
+        if kind.trains:
+            problems.attempt(check_fits, settings.megatron, shape)
+        problems.attempt(check_arguments, settings.megatron, shape, on_gpu)
+        if has_weights:
+            if kind.generates:
+                problems.attempt(check_quantized, rollout, settings.engine, elsewhere)
+            problems.attempt(check_weight_names, directory, shape, "--hf-checkpoint")
+    return shape
 
 
 def _row_notes(settings: Settings, rows: Mapping[str, int]) -> list[str]:
@@ -237,7 +269,7 @@ def _row_notes(settings: Settings, rows: Mapping[str, int]) -> list[str]:
             f"--num-epoch {run.num_epoch}: {left} of {counted(given, 'row')} are left over, as a rollout takes "
             f"--rollout-batch-size {size}"
         )
-    if 0 < there < size and not settings.only_evaluates and settings.rollout.data.data_source_path is None:
+    if 0 < there < size and not settings.kind.only_evaluates and settings.rollout.data.data_source_path is None:
         has, most = ("row", "it") if there == 1 else ("rows", "each of them")
         times = f"{size // there} times" if size % there == 0 else f"up to {-(-size // there)} times"
         lines.append(
@@ -247,11 +279,12 @@ def _row_notes(settings: Settings, rows: Mapping[str, int]) -> list[str]:
     return lines
 
 
-def _check_functions(settings: Settings, problems: Problems) -> None:
+def _check_functions(settings: Settings, overrides: Overrides, problems: Problems) -> None:
     """User-defined functions can be imported, and take what they are called with."""
     with importing_hooks():
-        problems.attempt(check_algorithm, settings.algorithm, settings.megatron)
-        if settings.generates:
+        only = settings.kind.only_evaluates
+        problems.attempt(check_algorithm, settings.algorithm, settings.megatron, overrides, only_evaluates=only)
+        if settings.kind.generates:
             args = problems.attempt(hook_args_of, settings.rollout, settings.flags())
             if args is not None:
                 problems.attempt(check_hooks, settings.rollout, args)
@@ -264,38 +297,43 @@ def _check_checkpoints(
     absent: Collection[str],
     problems: Problems,
 ) -> None:
-    """The checkpoints of the trainers are there and of the model, as far as they are not ``absent``."""
-    for model in _models(settings, run):
+    """The checkpoints that the trainers load are there and of the model, as far as they are not ``absent``."""
+    megatron, (manifest, weights) = settings.megatron, run or (None, None)
+    loaded = [megatron.critic_load, teacher_source(megatron)] if settings.kind.trains else []
+    if weights is not None:
+        continued = manifest.checkpoint if manifest is not None else None
+        loaded.append(weights.load if continued is None else str(Path(str(megatron.save)) / continued))
+        loaded.append(weights.ref_load if settings.kind.has_reference else None)
+    for model in dict.fromkeys(str(path) for path in loaded if path is not None):
         if shape is None:
             problems.attempt(find_checkpoint, model)
-        elif str(model) not in absent:
+        elif model not in absent:
             problems.attempt(check_checkpoint, model, shape)
             if Path(model) != Path(settings.rollout.data.hf_checkpoint):
                 problems.attempt(check_weight_names, Path(model), shape, "the checkpoint")
 
 
-def measure(settings: Settings, shape: ModelShape) -> Measured:
-    """Tokenize the rows of the data sets, where that is done in seconds.
+def measure(kind: RunKind, rollout: RolloutConfig, context: int) -> Measured:
+    """Tokenize the rows of the data sets, where that is done in seconds; ``context`` is the model's longest, in tokens.
 
     Raises:
         ConfigError: The tokenizer cannot be used.
         DataError: A row is not for this model: too long, or with a token that it does not have.
     """
-    if settings.generates:
-        return measure_prompts(settings.rollout)
-    if settings.rows is None:
+    if kind.generates:
+        return measure_prompts(rollout)
+    if kind.rows is None:
         return Measured()
-    limit = row_limit(settings, shape.max_position_embeddings)
-    return measure_rows(DataSpec(rollout=settings.rollout, rows=settings.rows, max_length=limit))
+    return measure_rows(DataSpec(rollout=rollout, rows=kind.rows, max_length=row_limit(rollout, context)))
 
 
-def absent_data(settings: Settings) -> list[str]:
+def absent_data(rollout: RolloutConfig) -> list[str]:
     """The data sets, held-out ones too, whose files are not on this machine."""
     try:
-        held_out = [one.path for one in read_eval_sets(settings.rollout)]
+        held_out = [one.path for one in read_eval_sets(rollout)]
     except (ConfigError, DataError):
         held_out = []  # what is wrong with them is reported where they are checked
-    paths = [*settings.rollout.data.prompt_paths, *held_out]
+    paths = [*rollout.data.prompt_paths, *held_out]
     return [path for path in dict.fromkeys(paths) if not Path(split_slice(path)[0]).exists()]
 
 
@@ -343,7 +381,7 @@ def check_weight_names(directory: Path, shape: ModelShape, what: str) -> None:
     )
 
 
-def count_rollouts(settings: Settings) -> Settings:
+def count_rollouts(run: RunConfig, rollout: RolloutConfig) -> RunConfig:
     """``--num-epoch`` as a number of rollouts: so many times all rows, divided by the rows of a rollout.
 
     Rows that will turn out to be too long or bad are counted, so that every part of the run knows its length before
@@ -353,9 +391,9 @@ def count_rollouts(settings: Settings) -> Settings:
         ConfigError: The rows are streamed, or there are too few for one rollout.
         DataError: A file cannot be read.
     """
-    run, data, size = settings.run, settings.rollout.data, settings.rollout.selection.rollout_batch_size
+    data, size = rollout.data, rollout.selection.rollout_batch_size
     if run.num_rollout is not None or run.num_epoch is None or not data.prompt_paths:
-        return settings
+        return run
     if data.streaming_data:
         raise ConfigError(
             "--num-epoch counts the rows, and --streaming-data does not read them all; give --num-rollout"
@@ -366,12 +404,12 @@ def count_rollouts(settings: Settings) -> Settings:
             f"--num-epoch {run.num_epoch}: {rows} rows are less than one rollout of --rollout-batch-size {size}; give "
             "fewer per rollout"
         )
-    return dataclasses.replace(settings, run=dataclasses.replace(run, num_rollout=rollouts))
+    return dataclasses.replace(run, num_rollout=rollouts)
 
 
 def without_checkpoints(settings: Settings) -> Settings:
     """The same without ``--save`` where nothing is trained: a training command with one more flag evaluates."""
-    if settings.trains and not settings.only_evaluates:
+    if settings.kind.updates:
         return settings
     run, megatron = settings.run, settings.megatron
     with collected_problems():  # what is wrong with other values is reported with everything else
@@ -393,30 +431,20 @@ def find_weights(settings: Settings, absent: Collection[str] = ()) -> tuple[Mani
 
     Raises:
         ManifestError: ``--save`` holds another run.
-        CheckpointError: A checkpoint that is needed cannot be used.
+        TrainerCheckpointError: A checkpoint that is needed cannot be used.
         PreflightError: No checkpoint is given, and ``--hf-checkpoint`` is not a model.
     """
-    if not settings.trains:
+    if not settings.kind.trains:
         return None, None
-    manifest = find_run(settings)
+    manifest = find_run(settings.megatron.save, settings.public_flags())
     if manifest is None and settings.megatron.load is None and settings.megatron.ref_load is None:
-        _check_model(settings, absent)
+        directory = Path(settings.rollout.data.hf_checkpoint)
+        check_hf_directory(directory, weights=str(directory) not in absent)
     return manifest, start_weights(settings, manifest, absent)
 
 
-def _models(settings: Settings, run: tuple[Manifest | None, StartWeights | None] | None) -> list[str]:
-    """The checkpoints whose weights the trainers will load, each once."""
-    manifest, weights = run or (None, None)
-    found = [settings.megatron.critic_load, teacher_source(settings.megatron)] if settings.trains else []
-    if weights is not None:
-        continued = manifest.checkpoint if manifest is not None else None
-        found.append(weights.load if continued is None else Path(str(settings.megatron.save)) / continued)
-        found.append(weights.ref_load if settings.algorithm.needs_reference else None)
-    return list(dict.fromkeys(str(path) for path in found if path is not None))
-
-
-def check_recorded(settings: Settings, manifest: Manifest | None, first: int = 0) -> None:
-    """The file of the first rollout (``first`` in a new run) is there; those of later ones may be written meanwhile.
+def check_recorded(run: RunConfig, first: int, algorithm: AlgorithmConfig, reward_key: str | None) -> None:
+    """The file of the ``first`` rollout is there; those of later ones may be written meanwhile.
 
     A loss on preference pairs needs pairs in it.
 
@@ -424,31 +452,30 @@ def check_recorded(settings: Settings, manifest: Manifest | None, first: int = 0
         PreflightError: It is not, or there is a group that is not a pair.
         DataError: It cannot be read.
     """
-    first = first if manifest is None else manifest.iteration
-    path = Path(str(settings.run.load_debug_rollout_data).format(rollout_id=first))
-    if first >= settings.num_rollout:
+    path = Path(str(run.load_debug_rollout_data).format(rollout_id=first))
+    if first >= (run.num_rollout or 0):
         return
     if not path.is_file():
         raise PreflightError(
             f"--load-debug-rollout-data: {path} does not exist; give what --save-debug-rollout-data was, or "
             "SAVE/rollouts/rollout_{rollout_id:07d}.npz of a run with --keep-rollouts"
         )
-    if settings.algorithm.on_pairs:
+    if algorithm.on_pairs:
         try:
-            check_pairs(RolloutColumns.read(path), settings.algorithm, reward_key=settings.rollout.rewards.reward_key)
+            check_pairs(RolloutColumns.read(path), algorithm, reward_key=reward_key)
         except DataError as error:
-            raise PreflightError(
-                f"--load-debug-rollout-data {path} with --loss-type {settings.algorithm.loss_type}: {error}"
-            ) from error
+            flags = f"--load-debug-rollout-data {path} with --loss-type {algorithm.loss_type}"
+            raise PreflightError(f"{flags}: {error}") from error
 
 
 def look_again(checked: Checked) -> Checked:
-    """What was checked, with the run that ``--save`` holds now: another process may have had the directory meanwhile.
+    """The same command with the run that ``--save`` holds now: another process may have had the directory meanwhile.
 
     Raises:
         SlimeError: It holds another run now.
     """
-    if checked.settings.megatron.save is None or find_run(checked.settings) == checked.manifest:
+    save, flags = checked.settings.megatron.save, checked.settings.public_flags()
+    if save is None or find_run(save, flags) == checked.manifest:
         return checked
     manifest, weights = find_weights(checked.settings)
     return dataclasses.replace(checked, manifest=manifest, weights=weights)
@@ -479,7 +506,7 @@ def check_engines(settings: Settings, *, elsewhere: bool = False, planned: bool 
         engine,
         EngineSpec(
             model_path=settings.rollout.data.hf_checkpoint,
-            dtype=engine_dtype(settings),
+            dtype=engine_dtype(settings.megatron, settings.rollout),
             device=str(engine.sglang_args.get("device") or run_device()),
         ),
         num_gpus=settings.cluster.rollout_gpus,
@@ -491,7 +518,7 @@ def check_engines(settings: Settings, *, elsewhere: bool = False, planned: bool 
             "`update_weights: true`, or the path of --hf-checkpoint"
         )
     if any(spec.worker_type == "prefill" for spec in plan.trained.generating):
-        check_whole_engines(settings)
+        check_whole_engines(settings.kind, settings.rollout, settings.engine)
     if not elsewhere:
         check_runs_here(plan)
     return plan
@@ -509,19 +536,14 @@ def importing_hooks() -> Iterator[None]:
         sys.dont_write_bytecode = writes_none
 
 
-def _check_model(settings: Settings, absent: Collection[str]) -> None:
-    """Check the engines' directory as far as it is here."""
-    directory = Path(settings.rollout.data.hf_checkpoint)
-    check_hf_directory(directory, weights=str(directory) not in absent, tokenizer=not is_published(directory))
-
-
-def check_hf_directory(directory: Path, *, weights: bool = True, tokenizer: bool = True) -> None:
-    """Check the engines' directory: config, ``tokenizer`` and ``weights``."""
+def check_hf_directory(directory: Path, *, weights: bool) -> None:
+    """Check the engines' directory: its config, its tokenizer if it has more than a config, and its ``weights``."""
     if not directory.is_dir():
         raise PreflightError(f"--hf-checkpoint {directory} is not a directory; give a Hugging Face model directory")
     found = {
         "config.json": (directory / "config.json").is_file(),
-        "tokenizer (tokenizer.json)": not tokenizer or any((directory / name).exists() for name in TOKENIZER_FILES),
+        "tokenizer (tokenizer.json)": is_published(directory)
+        or any((directory / name).exists() for name in TOKENIZER_FILES),
         "*.safetensors": not weights or any(directory.glob("*.safetensors")),
     }
     if missing := [what for what, is_there in found.items() if not is_there]:
@@ -531,7 +553,7 @@ def check_hf_directory(directory: Path, *, weights: bool = True, tokenizer: bool
 
 
 def check_roles_fit(settings: Settings, shape: ModelShape, overrides: Overrides) -> None:
-    """What is trained fits on a device like this machine's; workers check it again, each of its own.
+    """The roles that are trained fit on a device like this machine's; workers check it again, each of its own.
 
     Raises:
         ConfigError: It does not.
@@ -542,17 +564,14 @@ def check_roles_fit(settings: Settings, shape: ModelShape, overrides: Overrides)
         return  # its memory is unknown
     # A CPU's memory is the machine's.
     available = device.memory // (settings.cluster.actor_num_gpus_per_node if device.is_cpu else 1)
-    evaluates = settings.only_evaluates
-    roles = ["actor", "critic"] if settings.algorithm.needs_critic and not evaluates else ["actor"]
-    held = {
-        role: stages_memory(
-            shape,
-            role_config(settings.megatron, role, overrides),
-            settings.cluster.actor_gpus,
-            value_head=role == "critic" or settings.algorithm.loss_type == "rm_loss",
-            on_gpu=not device.is_cpu,
-            only_evaluates=evaluates,
-        )
-        for role in roles
-    }
-    check_memory(held, available, take_turns=settings.trainer_sleeps)
+    roles = trained_roles(
+        settings.megatron,
+        settings.algorithm,
+        shape,
+        overrides,
+        world_size=settings.cluster.actor_gpus,
+        on_gpu=not device.is_cpu,
+        only_evaluates=settings.kind.only_evaluates,
+    )
+    held = {name: role.stages() for name, role in roles.items()}
+    check_memory(held, available, take_turns=settings.kind.trainer_sleeps)

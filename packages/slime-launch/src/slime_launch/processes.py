@@ -202,7 +202,7 @@ def _stacks(found: RunProcess, signum: int = 0) -> str:
 
 
 def _dumped(found: RunProcess, signum: int) -> str:
-    """What a worker writes to its log when it is asked for its stacks, within a few seconds."""
+    """The stacks that a worker writes to its log on request, within a few seconds."""
     log = Path(found.log)
     before = log.stat().st_size if log.exists() else 0
     send_signal(found.process, signum)

@@ -19,7 +19,7 @@ from slime_core.words import counted
 from slime_launch.console import RunConsole
 from slime_launch.diff import differences, settings_that_differ, value_lines
 from slime_launch.errors import FlagError, PreflightError
-from slime_launch.flags import read_train, train_groups
+from slime_launch.flags import own_flags, read_train
 from slime_launch.manifest import read_manifest
 from slime_launch.own_runs import is_own
 from slime_launch.parser import FlagGroup, build_parser, parse
@@ -29,14 +29,17 @@ from slime_launch.resume import ROLLOUT_DIR, StartWeights
 from slime_launch.step_sums import StepSums, read_sums
 from slime_launch.train import supervise
 from slime_launch.written_run import WrittenRun
-from slime_megatron.checkpoint import find_checkpoint, iteration_directory
-from slime_megatron.config import flag_name
-from slime_megatron.errors import CheckpointError
-from slime_megatron.megatron_words import field_words
-from slime_megatron.start import FUNCTIONS
-from slime_rollout.hooks import HOOKS
+from slime_megatron.service import (
+    FUNCTIONS,
+    TrainerCheckpointError,
+    field_words,
+    find_checkpoint,
+    flag_name,
+    iteration_directory,
+)
+from slime_rollout.checks import HOOKS
 from slime_rollout.run_file import OFF, words_of
-from slime_rollout.store import RolloutStore
+from slime_rollout.service import RolloutStore
 
 _LEFT_OUT = frozenset(
     {
@@ -59,7 +62,7 @@ _CODE = frozenset(
 )
 """Flags that name what is run."""
 _OURS = re.compile(r"slime_rollout\.(filters[.:]check_\w+|data[.:]RolloutDataSource(WithBuffer)?)")
-"""What is ours, for such a flag to name."""
+"""Functions of ours that such a flag may name."""
 
 DESCRIPTION = """\
 Train on step N of a run again, from the newest checkpoint before it, and say whether samples, metrics and weights come
@@ -80,7 +83,7 @@ class ReplayConfig(Config, needs=()):
 
 
 class Replay(NamedTuple):
-    """What is trained on again: the rollouts ``first`` to ``last``, from ``checkpoint``; ``None`` is the beginning."""
+    """The rollouts ``first`` to ``last``, trained on again from ``checkpoint``; ``None`` is the beginning."""
 
     first: int
     last: int
@@ -140,11 +143,11 @@ def _own_folder(run: WrittenRun, step: int) -> Path:
 
 
 def code_of(run: WrittenRun) -> Iterator[str]:
-    """What the settings of a run have a replay of it run, as flags: functions, files, interpreters.
+    """The code that a replay runs because the settings of its run name it, as flags: functions, files, interpreters.
 
     A flag that is not known is among them: nobody can say what it does.
     """
-    plain = {spec.name for group in train_groups() for spec in group.flags} | field_words().keys()
+    plain = own_flags().keys() | field_words().keys()
     for name, value in _values(run).items():
         [word, *more] = words_of(str(run.directory), f"--{name}", value) or [""]
         given, _, text = word.partition("=")
@@ -235,7 +238,7 @@ def _checkpoints(save: str | None, rollout_id: int) -> Iterator[tuple[int, Path 
         directory = iteration_directory(str(save), number)
         try:
             yield number, find_checkpoint(directory).directory
-        except CheckpointError:
+        except TrainerCheckpointError:
             continue
     yield 0, None
 

@@ -12,11 +12,13 @@ from typing import Any
 
 from slime_core.files import write_whole
 from slime_core.flags import flag_specs
-from slime_launch.config import CONFIGS, Settings
+from slime_launch.config import CONFIGS
+from slime_launch.derived import global_batch_size
+from slime_launch.kind import RunKind
 from slime_launch.own_runs import MARK, mark_of
 from slime_launch.preflight import Checked
 from slime_launch.redact import without_secrets
-from slime_launch.validate import global_batch_size
+from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.python import run_python
 
 FILE_NAME = "settings.json"
@@ -35,16 +37,16 @@ def write_resolved(checked: Checked, directory: Path) -> None:
     found = resolved(checked, os.environ)
     if (mark := mark_of(found["settings"])) is not None:
         found[MARK] = mark
-    found |= checked.packages or packages(checked.settings)
+    found |= checked.packages or packages(checked.settings.kind, checked.settings.engine)
     text = json.dumps(found, indent=1, ensure_ascii=False)
     write_whole(directory / FILE_NAME, text + "\n")
 
 
-def packages(settings: Settings) -> dict[str, dict[str, str] | None]:
-    """What is installed for a run, and for its engines where they have an interpreter of their own."""
+def packages(kind: RunKind, engine: EngineConfig) -> dict[str, dict[str, str] | None]:
+    """The packages that are installed for a run, and for its engines where they have an interpreter of their own."""
     found = {"packages": installed(sys.executable)}
-    if settings.generates and settings.engine.python != sys.executable:
-        found["engine_packages"] = installed(settings.engine.python)
+    if kind.generates and engine.python != sys.executable:
+        found["engine_packages"] = installed(engine.python)
     return found
 
 
@@ -92,7 +94,7 @@ def _derived(checked: Checked) -> dict[str, Any]:
     settings, weights = checked.settings, checked.weights
     given = settings.megatron.global_batch_size
     return {
-        "global_batch_size": given if settings.only_evaluates else global_batch_size(settings),
+        "global_batch_size": given if settings.kind.only_evaluates else global_batch_size(settings),
         "rollout_num_gpus": settings.cluster.rollout_gpus or None,
         "offload_train": settings.cluster.offloads_train,
         "offload_rollout": settings.cluster.offloads_rollout,

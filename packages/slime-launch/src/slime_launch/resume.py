@@ -1,4 +1,4 @@
-"""What survives a restart: the run in ``--save``, the weights it began with, how far it is, and its stored rollouts."""
+"""State that survives a restart: the run in ``--save``, its first weights, how far it is, and its stored rollouts."""
 
 from __future__ import annotations
 
@@ -14,36 +14,40 @@ from slime_launch.config import Settings, free_flags
 from slime_launch.errors import ManifestError, RunError
 from slime_launch.manifest import FILE_NAME, Manifest, read_manifest, write_manifest
 from slime_launch.redact import may_be_same, without_secrets
-from slime_launch.shards import ReadyRollout
-from slime_megatron.arguments import may_change
-from slime_megatron.checkpoint import OLD_ACTOR, find_checkpoint, iteration_directory, may_be_checkpoint
-from slime_megatron.config import MegatronConfig
-from slime_rollout.store import RolloutStore
+from slime_megatron.service import (
+    OLD_ACTOR,
+    MegatronConfig,
+    find_checkpoint,
+    iteration_directory,
+    may_be_checkpoint,
+    may_change,
+)
+from slime_rollout.service import RolloutStore
 
 ROLLOUT_DIR = "rollouts"
 
 
-def find_run(settings: Settings) -> Manifest | None:
-    """The run that ``--save`` holds, if it holds one that this command continues.
+def find_run(save: str | None, flags: Mapping[str, Any]) -> Manifest | None:
+    """The run that ``--save`` holds, if it holds one that a command with these ``flags`` continues.
 
     Raises:
         ManifestError: It holds another run, or parts of one whose manifest is gone.
     """
-    if settings.megatron.save is None:
+    if save is None:
         return None
-    save = Path(settings.megatron.save)
-    manifest = read_manifest(save)
+    directory = Path(save)
+    manifest, rollouts = read_manifest(directory), directory / ROLLOUT_DIR
     if manifest is None:
-        if RolloutStore(save / ROLLOUT_DIR).ids():
+        if RolloutStore(rollouts).ids():
             raise ManifestError(
-                f"--save {save} holds rollouts of a run whose {FILE_NAME} is gone; give another directory, or remove "
-                f"{save / ROLLOUT_DIR}"
+                f"--save {directory} holds rollouts of a run whose {FILE_NAME} is gone; give another directory, or "
+                f"remove {rollouts}"
             )
         return None
-    if differences := changed_flags(manifest.flags, settings.public_flags()):
+    if differences := changed_flags(manifest.flags, flags):
         raise ManifestError(
-            f"--save {save} holds a run that was started with other flags ({', '.join(differences)}); give the same, "
-            "or another --save"
+            f"--save {directory} holds a run that was started with other flags ({', '.join(differences)}); give the "
+            "same, or another --save"
         )
     return manifest
 
@@ -88,12 +92,12 @@ def start_weights(settings: Settings, manifest: Manifest | None, absent: Collect
     Without both flags it begins with ``--hf-checkpoint``.
 
     Raises:
-        CheckpointError: A directory that is needed is not a checkpoint.
+        TrainerCheckpointError: A directory that is needed is not a checkpoint.
     """
     if manifest is not None:
         if manifest.checkpoint is None:
             find_checkpoint(manifest.load)
-        if settings.algorithm.needs_reference:
+        if settings.kind.has_reference:
             find_checkpoint(manifest.ref_load)
         return StartWeights(load=manifest.load, ref_load=manifest.ref_load)
     megatron = settings.megatron
@@ -110,12 +114,12 @@ def _newest(path: str, absent: Collection[str]) -> str:
     return path if path in absent else str(find_checkpoint(path).directory.resolve())
 
 
-def beginning(settings: Settings, manifest: Manifest | None, weights: StartWeights | None) -> list[str]:
-    """What a new run begins with, where it is not what ``--load`` says."""
+def beginning(megatron: MegatronConfig, manifest: Manifest | None, weights: StartWeights | None) -> list[str]:
+    """A line about the weights that a new run begins with, where they are not those of ``--load``."""
     if weights is None or manifest is not None:
         return []
-    load, begins = settings.megatron.load, Path(weights.load)
-    flag = "--hf-checkpoint" if settings.megatron.ref_load is None else "--ref-load"
+    load, begins = megatron.load, Path(weights.load)
+    flag = "--hf-checkpoint" if megatron.ref_load is None else "--ref-load"
     if load is None:
         return [f"--load is not given, so the run begins with {flag} {weights.load}"]
     if Path(load).resolve() in (begins, *begins.parents):
@@ -123,17 +127,32 @@ def beginning(settings: Settings, manifest: Manifest | None, weights: StartWeigh
     return [f"--load {load} holds no checkpoint, so the run begins with {flag} {weights.load}"]
 
 
-def start_notes(settings: Settings, manifest: Manifest | None, weights: StartWeights | None) -> list[str]:
-    """What a new run begins with, where ``--load`` does not say it; of a legacy checkpoint, its weights."""
+def start_notes(megatron: MegatronConfig, manifest: Manifest | None, weights: StartWeights | None) -> list[str]:
+    """Lines about the weights that a new run begins with, where ``--load`` does not say it, or not all of it."""
     if weights is None or manifest is not None:
         return []
-    notes, begins = beginning(settings, manifest, weights), Path(weights.load)
+    notes, begins = beginning(megatron, manifest, weights), Path(weights.load)
     found = find_checkpoint(begins)
     if found.format == "torch":
         notes.append(f"{begins} is a legacy checkpoint (format torch): its weights are loaded, its optimizer is not")
     if found.format == "hf" and (form := read_format(begins)) is not None:
         notes.append(f"the weights of {begins} are quantized ({form}): training begins with what they stand for")
     return notes
+
+
+class Due(NamedTuple):
+    """The steps that follow a rollout that was trained on.
+
+    Attributes:
+        push: Weights are sent: every ``--update-weights-interval``, and before what else is due. What is evaluated or
+            saved is what the engines have, so that a run that continues a checkpoint goes on alike.
+        save: A checkpoint is taken: at every ``--save-interval`` and at the end, unless this iteration has one.
+        evaluate: Held-out sets are evaluated on: before the first rollout, at every ``--eval-interval``, at the end.
+    """
+
+    push: bool
+    save: bool
+    evaluate: bool
 
 
 class Position(NamedTuple):
@@ -164,12 +183,14 @@ class RunState:
         self.source_state = manifest.source_state if manifest is not None else None
         self._store = RolloutStore((self._save or output_dir) / ROLLOUT_DIR)
         # Rows of a data set need not be written down: they are read again from where the data stood.
-        self._writes = self._save is not None and settings.rows is None
+        self._writes = self._save is not None and settings.kind.rows is None
         self._writes |= settings.run.keep_rollouts or settings.run.debug_rollout_only
+        self.due = self._due_after(self.iteration)
 
     def reopen(self) -> RunState:
         """The run as a new command would find it: where its last checkpoint was taken, or at its beginning."""
-        return RunState(self._settings, find_run(self._settings), self._weights, output_dir=self._output_dir)
+        manifest = find_run(self._settings.megatron.save, self._settings.public_flags())
+        return RunState(self._settings, manifest, self._weights, output_dir=self._output_dir)
 
     @property
     def trained_steps(self) -> int:
@@ -177,16 +198,17 @@ class RunState:
 
         0 where a checkpoint does not say it, as a Hugging Face model.
         """
-        if self.iteration or not self._settings.only_evaluates or not self._settings.trains or self._weights is None:
+        kind = self._settings.kind
+        if self.iteration or not kind.only_evaluates or not kind.trains or self._weights is None:
             return self.iteration
         return find_checkpoint(self._weights.load).iteration or 0
 
     @property
     def evaluated(self) -> str | None:
-        """What an evaluation alone is of: its directory, and after which step it was saved, if that is known."""
-        if not self._settings.only_evaluates:
+        """The weights that are only evaluated: their directory, and the step after which they were saved, if known."""
+        if not self._settings.kind.only_evaluates:
             return None
-        begins = self._weights if self._settings.trains else None
+        begins = self._weights if self._settings.kind.trains else None
         path = self.resume_from or (begins.load if begins else self._settings.rollout.data.hf_checkpoint)
         return f"{path}, after step {self.trained_steps}" if self.trained_steps else str(path)
 
@@ -220,23 +242,25 @@ class RunState:
         """
         return self._save is not None and self._store.has(rollout_id)
 
-    def trained(self, batch: ReadyRollout, weight_version: int) -> None:
-        """The weights were trained on ``batch``, and are ``weight_version`` now."""
-        self.iteration, self.weight_version = batch.rollout_id + 1, weight_version
+    def trained(self, rollout_id: int) -> None:
+        """Count a rollout as trained on, and decide what is due: weights that are sent are a version."""
+        self.iteration = rollout_id + 1
+        self.due = self._due_after(self.iteration)
+        if self.due.push:
+            self.weight_version = self.iteration
 
-    @property
-    def save_due(self) -> bool:
-        """Whether a checkpoint is wanted now: at every ``--save-interval`` and at the end."""
-        return self.save_due_at(self.iteration)
+    def _due_after(self, iteration: int) -> Due:
+        settings, run = self._settings, self._settings.run
 
-    def save_due_at(self, iteration: int) -> bool:
-        """The same after ``iteration`` rollouts."""
-        taken = self._committed if self._saving is None else self._saving.iteration
-        if self._save is None or iteration == taken:
-            return False
-        interval = self._settings.megatron.save_interval
-        at_end = iteration >= self._settings.num_rollout
-        return at_end or (interval is not None and iteration % interval == 0)
+        def at(interval: int | None) -> bool:
+            return interval is not None and iteration % interval == 0
+
+        is_new = self._save is not None and iteration != self._committed
+        save = is_new and (iteration >= settings.num_rollout or at(settings.megatron.save_interval))
+        evaluate = at(run.eval_interval) if iteration else not run.skip_eval_before_train
+        evaluate = settings.kind.has_held_out and (evaluate or iteration == settings.num_rollout)
+        push = at(settings.rollout.selection.update_weights_interval) or save or evaluate
+        return Due(push, save, evaluate)
 
     def saving(self, checkpoint: Path, source_state: dict[str, Any], *, seconds: float = 0.0) -> None:
         """The ranks write ``checkpoint`` of the weights as they are now; it counts when :meth:`commit` says so.
@@ -244,6 +268,7 @@ class RunState:
         The run has waited ``seconds`` for them, and for what :meth:`waited` adds.
         """
         self._saving = Position(checkpoint, self.iteration, self.weight_version, source_state, seconds)
+        self.due = self.due._replace(save=False)
 
     def waited(self, seconds: float) -> None:
         """The run has waited for the checkpoint that is being written."""

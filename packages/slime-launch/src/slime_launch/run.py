@@ -11,27 +11,41 @@ from pathlib import Path
 from typing import Any
 
 from slime_convert.errors import ConvertError
-from slime_convert.shape import ModelShape
 from slime_core.errors import SlimeError
 from slime_core.files import open_to_append
+from slime_core.former_names import renamed
+from slime_core.types import Account
 from slime_core.words import counted
+from slime_launch.batch_spec import batch_spec
 from slime_launch.calls import Watch, Worker, gather, stopped_line
 from slime_launch.canary import Canary
 from slime_launch.cluster import cluster_notices
 from slime_launch.config import Settings
 from slime_launch.console import RunConsole
-from slime_launch.derived import precision_notes
+from slime_launch.derived import (
+    answers_in_time,
+    canary_limit,
+    engine_dtype,
+    is_quantized,
+    limit_threads,
+    num_engines,
+    num_spare_engines,
+    precision_notes,
+    row_limit,
+    turn_log_of,
+)
 from slime_launch.devices import link_of, run_device
-from slime_launch.engine_nodes import EngineRoom
+from slime_launch.engine_nodes import EngineSeats
 from slime_launch.errors import PlacementError, RayDiedError, RestartsExhaustedError, RunError, Stopped
 from slime_launch.handover import Handover
 from slime_launch.healing import run_healing
+from slime_launch.kind import RunKind
 from slime_launch.loop import Parts
 from slime_launch.manifest import locked
 from slime_launch.megatron_flags import argument_notes
 from slime_launch.output_dir import make_room
 from slime_launch.placement import (
-    Layout,
+    BundleLayout,
     Placement,
     bundle_nodes,
     check_transport,
@@ -51,28 +65,15 @@ from slime_launch.sources import RecordedSpec, SourceSpec
 from slime_launch.stalls import StallWatch
 from slime_launch.tracking import Tracker
 from slime_launch.trainers import TrainerGroup, TrainerSpec
-from slime_launch.validate import (
-    canary_limit,
-    engine_dtype,
-    hand_over_notes,
-    is_quantized,
-    limit_threads,
-    micro_batch_notes,
-    notices,
-    num_engines,
-    num_spare_engines,
-    row_limit,
-)
+from slime_launch.validate import hand_over_notes, micro_batch_notes, notices
 from slime_launch.wandb_run import WandbRun
-from slime_rollout.data import Account
-from slime_rollout.data_service import DataSpec
-from slime_rollout.engine import EngineRestartsError
+from slime_launch.weights import NothingToSend, NoTraining, Sending, Training
+from slime_megatron.service import MegatronConfig
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.transports import Route, in_words, transports
-from slime_rollout.generation_service import TURNS_FILE, GenerationSpec
-from slime_rollout.hooks import hook_args_of
+from slime_rollout.service import DataSpec, EngineRestartsError, GenerationSpec, hook_args_of
 
-GIVE_UP_SECONDS = 30.0  # to leave an update of weights that an engine does not answer
+__getattr__ = renamed(__name__, {"GIVE_UP_SECONDS": "slime_launch.derived.GIVE_UP_SECONDS"})
 
 
 def run(checked: Checked, watch: Watch, ahead: RayAhead | None = None) -> int:
@@ -82,14 +83,13 @@ def run(checked: Checked, watch: Watch, ahead: RayAhead | None = None) -> int:
         0; 1 if a part of the run failed; 2 if it could not be started; 3 if the trainers were lost too often; 128 + n
         if signal n stopped it.
     """
-    settings = checked.settings
+    megatron, directory = checked.settings.megatron, checked.settings.run.output_dir
+    output_dir, save = Path(str(directory)), megatron.save
     try:
-        output_dir = Path(str(settings.run.output_dir))
         with contextlib.ExitStack() as stack:
-            for directory, flag in own_directories(settings).items():
-                stack.enter_context(locked(directory, check=watch.check, flag=flag))
+            for path, flag in own_directories(checked.settings.kind, megatron, directory).items():
+                stack.enter_context(locked(path, check=watch.check, flag=flag))
             checked = look_again(checked)
-            save = settings.megatron.save
             moved = list(make_room(output_dir, None if save is None or checked.manifest is None else Path(save)))
             (output_dir / "logs").mkdir(parents=True, exist_ok=True)
             write_resolved(checked, output_dir)
@@ -115,10 +115,10 @@ def run(checked: Checked, watch: Watch, ahead: RayAhead | None = None) -> int:
     return 0
 
 
-def own_directories(settings: Settings) -> dict[Path, str]:
+def own_directories(kind: RunKind, megatron: MegatronConfig, output_dir: str | None) -> dict[Path, str]:
     """The directories that the run writes to and no other run meanwhile, each with its flag."""
-    critic = settings.megatron.critic_save if settings.algorithm.needs_critic else None
-    given = {"--save": settings.megatron.save, "--critic-save": critic, "--output-dir": settings.run.output_dir}
+    critic = megatron.critic_save if kind.has_critic else None
+    given = {"--save": megatron.save, "--critic-save": critic, "--output-dir": output_dir}
     found: dict[Path, str] = {}
     for flag, path in given.items():
         if path is not None and Path(path).resolve() not in map(Path.resolve, found):
@@ -147,7 +147,7 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch,
             trainers, rollout = start(
                 checked,
                 output_dir / "logs",
-                resume_from=state.resume_from,
+                state=state,
                 console=console,
                 watch=watch,
                 stack=stack,
@@ -160,20 +160,7 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch,
                 wandb_run=start_wandb(settings, output_dir, resumed=manifest is not None),
             )
             stack.callback(tracker.close)
-            memory = Handover(settings, trainers, rollout, console)
-            parts = turn_the_crank(
-                Parts(
-                    settings=settings,
-                    shape=checked.shape,
-                    trainers=trainers,
-                    rollout=rollout,
-                    memory=memory,
-                    canary=Canary(canary_limit(settings), checked.shape, trainers, rollout, memory),
-                    state=state,
-                    tracker=tracker,
-                    console=console,
-                )
-            )
+            parts = turn_the_crank(parts_of(checked, trainers, rollout, state, tracker, console))
             account = parts.rollout.account()
         except RayDiedError as error:  # without it nothing can be stopped in order; the supervisor ends every process
             print(f"slime-launch: {error}", file=sys.stderr, flush=True)
@@ -187,6 +174,37 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch,
             trainers.leave()
             stop_all(stack)
     tell(parts, output_dir, account, minutes=(time.monotonic() - started) / 60)
+
+
+def parts_of(
+    checked: Checked,
+    trainers: TrainerGroup,
+    rollout: RolloutWorker,
+    state: RunState,
+    tracker: Tracker,
+    console: RunConsole,
+) -> Parts:
+    """The parts of the loop; empty ones in place of those that the run does not have."""
+    settings, kind = checked.settings, checked.settings.kind
+    keeps_weights = settings.rollout.selection.update_weights_interval > 1
+    memory = Handover(kind, trainers, rollout, console, keeps_weights=keeps_weights)
+    sending: Sending | NothingToSend = NothingToSend()
+    if kind.sends:
+        limit = canary_limit(settings.engine, settings.megatron, settings.rollout)
+        canary = Canary(limit, checked.shape, trainers, rollout, memory)
+        ahead = settings.rollout.selection.async_buffer_size is not None
+        sending = Sending(trainers, rollout, memory, console, canary, ahead=ahead)
+    return Parts(
+        settings=settings,
+        trainers=trainers,
+        rollout=rollout,
+        memory=memory,
+        training=Training(trainers, rollout, memory, console) if kind.trains else NoTraining(),
+        sending=sending,
+        state=state,
+        tracker=tracker,
+        console=console,
+    )
 
 
 def tell(parts: Parts, output_dir: Path, account: Account | None, *, minutes: float) -> None:
@@ -249,7 +267,7 @@ def start(
     checked: Checked,
     log_dir: Path,
     *,
-    resume_from: Path | None,
+    state: RunState,
     console: RunConsole,
     watch: Watch,
     stack: contextlib.ExitStack,
@@ -261,7 +279,8 @@ def start(
         PlacementError: No cluster, no room, or GPUs would be shared.
         SlimeError: A part does not come up, with the end of its log.
     """
-    settings, cluster, address = checked.settings, checked.settings.placed, os.environ.get("RAY_ADDRESS")
+    given, cluster, address = checked.settings, checked.settings.placed, os.environ.get("RAY_ADDRESS")
+    kind = given.kind
     if cluster.spare_gpus and address is None:
         raise PlacementError(
             f"--rollout-max-num-gpus {cluster.rollout_max_num_gpus} adds engines as nodes join, and no node can join "
@@ -271,46 +290,48 @@ def start(
         runtime = stack.enter_context(ahead or ray_runtime(cluster, address=address))
         watch.add(runtime.check)
         watch.listen(at_once=False)
-    layout = plan_layout(cluster, cuda=runtime.cuda, trains=settings.trains)
-    console.line(describe(layout, external=settings.generates))
-    for note in layout_notes(layout, hands_over=settings.trainer_sleeps or settings.engines_sleep):
+    layout = plan_layout(cluster, cuda=runtime.cuda, trains=kind.trains)
+    console.line(describe(layout, external=kind.generates))
+    for note in layout_notes(layout, hands_over=kind.hands_over):
         console.line(note)
     with console.wait("wait for room on the Ray cluster") as wait:
         how: dict[str, Any] = {"grows": cluster.spare_gpus > 0, "timeout": cluster.ray_placement_timeout}
         place = place_run(layout, watch=watch, on_wait=wait.update, **how)
-    room = None
+    seats = None
     if place.on_several_nodes:
         watch.nodes = lambda: set(bundle_nodes(place.group).values())
         console.line(where_it_is(place, spare=cluster.spare_gpus))
     if place.rollout and place.trainer:
-        settings, line = with_transport(settings, checked.shape, place)
+        checked, line = with_transport(checked, place)
         console.line(line)
     if place.on_several_nodes:
-        spare = num_spare_engines(settings)
-        room = EngineRoom.of(place, checked.num_engines, log_dir, spare=spare) if place.rollout else None
+        spare = num_spare_engines(cluster, given.engine)
+        seats = EngineSeats.of(place, checked.num_engines, log_dir, spare=spare) if place.rollout else None
     elif not layout.cuda:
-        settings = limit_threads(settings, engines=checked.num_engines)
+        checked = with_engine(checked, limit_threads(checked.settings.engine, engines=checked.num_engines))
     environment = cluster.train_environment
-    trainers = TrainerGroup.start(place, settings.megatron, environment=environment, log_dir=log_dir, watch=watch)
+    trainers = TrainerGroup.start(place, given.megatron, environment=environment, log_dir=log_dir, watch=watch)
     stack.callback(trainers.kill)
-    source = source_spec(checked, settings, log_dir)
-    rollout = RolloutWorker.start(place, source, room=room, log_dir=log_dir, watch=watch)
+    ranks = trainers.data_parallel_size
+    batches = batch_spec(given, checked.shape, ranks, store=state.store, can_resume=state.can_resume)
+    source = source_spec(checked, log_dir)
+    rollout = RolloutWorker.start(place, source, batches, seats=seats, log_dir=log_dir, watch=watch)
     stack.callback(rollout.close)
-    spec = trainer_spec(checked, settings, resume_from, log_dir)
-    parts = ["engines", "router"] * settings.generates + ["trainers"] * settings.trains
+    spec = trainer_spec(checked, state.resume_from, log_dir)
+    parts = ["engines", "router"] * kind.generates + ["trainers"] * kind.trains
     what = " and ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)
     with console.wait(f"start {what}", done=f"{what} are up") as wait:
 
         def up(pending: dict[Any, Worker]) -> list[Any]:
             return gather(pending, on_poll=lambda: wait.update(rollout.progress().note))
 
-        if settings.engines_sleep and layout.cuda and layout.shared:  # one after the other, as there is room for one
+        if kind.engines_sleep and layout.cuda and layout.shared:  # one after the other, as there is room for one
             found, *_ = up(rollout.open())
             rollout.sleep()
             up(trainers.build(spec))
         else:
             found, *_ = up(rollout.open() | trainers.build(spec))
-            if settings.engines_sleep:
+            if kind.engines_sleep:
                 rollout.sleep()
     for notice in found or ():
         console.line(notice)
@@ -318,7 +339,7 @@ def start(
 
 
 def opening_lines(checked: Checked, state: RunState) -> list[str]:
-    """What a run is, and what of its command could be otherwise; of a replay, whose command is the run's, the first."""
+    """Lines about a run, and what of its command could be otherwise; of a replay only which steps it trains on."""
     settings = checked.settings
     if checked.replays:
         begins = f"checkpoint {state.resume_from}" if state.resume_from is not None else "the run's beginning"
@@ -331,23 +352,26 @@ def opening_lines(checked: Checked, state: RunState) -> list[str]:
     if state.evaluated is not None:
         lines.append(f"evaluating {state.evaluated}")
     on_cpu = run_device() == "cpu"
-    lines += notices(settings) + micro_batch_notes(settings, on_cpu=on_cpu) + hand_over_notes(settings, on_cpu=on_cpu)
+    lines += notices(settings) + micro_batch_notes(settings, on_cpu=on_cpu)
+    lines += hand_over_notes(settings.kind, settings.cluster, on_cpu=on_cpu)
     lines += start_lines(checked) + cluster_notices(os.environ.get("RAY_ADDRESS"))
-    if settings.megatron.save is None and settings.trains and not settings.only_evaluates:
+    if settings.megatron.save is None and settings.kind.updates:
         lines.append("no --save: this run writes no checkpoint and cannot be continued")
     return lines
 
 
 def start_lines(checked: Checked) -> list[str]:
-    """What the command leaves open, and what of it has no effect."""
+    """Lines about settings that the command leaves open, and about those without effect."""
     settings = checked.settings
-    begins = start_notes(settings, checked.manifest, checked.weights)
-    notes = argument_notes(settings, checked.shape) if checked.notes is None else checked.notes
-    return [*precision_notes(settings), *begins, *notes, *checked.said]
+    begins = start_notes(settings.megatron, checked.manifest, checked.weights)
+    notes = argument_notes(settings.megatron, checked.shape) if checked.notes is None else checked.notes
+    return [*precision_notes(settings.megatron, settings.origins), *begins, *notes, *checked.said]
 
 
-def trainer_spec(checked: Checked, settings: Settings, resume_from: Path | None, log_dir: Path) -> TrainerSpec:
+def trainer_spec(checked: Checked, resume_from: Path | None, log_dir: Path) -> TrainerSpec:
     """Settings of a trainer rank."""
+    settings, kind = checked.settings, checked.settings.kind
+    model = settings.rollout.data.hf_checkpoint
     return TrainerSpec(
         config=settings.megatron if checked.weights is None else checked.weights.into(settings.megatron),
         algorithm=settings.algorithm,
@@ -355,52 +379,40 @@ def trainer_spec(checked: Checked, settings: Settings, resume_from: Path | None,
         resume_from=str(resume_from) if resume_from is not None else None,
         output_dir=str(log_dir.parent.resolve()),
         overrides=checked.overrides,
-        quantized_as=settings.rollout.data.hf_checkpoint if settings.generates and is_quantized(settings) else None,
-        take_turns=settings.trainer_sleeps,
+        quantized_as=model if kind.generates and is_quantized(model) else None,
+        take_turns=kind.trainer_sleeps,
         most_behind=settings.rollout.selection.most_behind,
-        weights_first=settings.generates and not settings.trainer_sleeps,
+        weights_first=kind.generates and not kind.trainer_sleeps,
         args=hook_args_of(settings.rollout, settings.flags()),
-        only_evaluates=settings.only_evaluates,
+        only_evaluates=kind.only_evaluates,
     )
 
 
-def source_spec(checked: Checked, settings: Settings, log_dir: Path) -> SourceSpec:
-    """Settings of what gives the batches."""
+def source_spec(checked: Checked, log_dir: Path) -> SourceSpec:
+    """Settings of the source of batches."""
+    settings = checked.settings
     if settings.run.load_debug_rollout_data is not None:
         return RecordedSpec(settings.run.load_debug_rollout_data)
-    if settings.rows is not None:
-        longest = row_limit(settings, checked.shape.max_position_embeddings)
-        return DataSpec(rollout=settings.rollout, rows=settings.rows, max_length=longest)
+    if settings.kind.rows is not None:
+        longest = row_limit(settings.rollout, checked.shape.max_position_embeddings)
+        return DataSpec(rollout=settings.rollout, rows=settings.kind.rows, max_length=longest)
     return GenerationSpec(
-        engine=answers_in_time(settings),
+        engine=answers_in_time(settings.engine, settings.run.stall_timeout),
         rollout=settings.rollout,
-        num_engines=num_engines(settings),
-        num_spare=num_spare_engines(settings),
+        num_engines=num_engines(settings.cluster, settings.engine),
+        num_spare=num_spare_engines(settings.placed, settings.engine),
         num_gpus=settings.placed.rollout_gpus,
         topology=checked.topology,
-        dtype=engine_dtype(settings),
+        dtype=engine_dtype(settings.megatron, settings.rollout),
         context_length=checked.shape.max_position_embeddings,
         seed=settings.megatron.seed,
         log_dir=str(log_dir.resolve()),
         flags=settings.flags(),
         colocate=settings.placed.colocate,
-        engines_sleep=settings.engines_sleep,
-        weights_follow=settings.trains,
-        turn_log=turn_log_of(settings),
+        engines_sleep=settings.kind.engines_sleep,
+        weights_follow=settings.kind.trains,
+        turn_log=turn_log_of(settings.megatron, settings.rollout),
     )
-
-
-def turn_log_of(settings: Settings) -> str | None:
-    """Where turns and tools' results of custom generate functions are written down, in a run that can be continued."""
-    save, path = settings.megatron.save, settings.rollout.sampling.custom_generate_function_path
-    return None if save is None or path is None else str((Path(save) / TURNS_FILE).resolve())
-
-
-def answers_in_time(settings: Settings) -> EngineConfig:
-    """Settings of engines that are given up during an update before the run is said to stall: so they are blamed."""
-    stall = settings.run.stall_timeout
-    limit = min(settings.engine.update_weight_timeout, max(stall / 2, stall - GIVE_UP_SECONDS))
-    return dataclasses.replace(settings.engine, update_weight_timeout=limit)
 
 
 def where_it_is(place: Placement, *, spare: int) -> str:
@@ -415,28 +427,33 @@ def where_it_is(place: Placement, *, spare: int) -> str:
     return f"{counted(len(nodes), 'node')}: {', '.join(where)}{more}"
 
 
-def with_transport(settings: Settings, shape: ModelShape, place: Placement) -> tuple[Settings, str]:
-    """Settings with the fastest transport that is possible, unless one was given; and a line that says why.
+def with_engine(checked: Checked, engine: EngineConfig) -> Checked:
+    """The same command with other settings of engines."""
+    return dataclasses.replace(checked, settings=dataclasses.replace(checked.settings, engine=engine))
+
+
+def with_transport(checked: Checked, place: Placement) -> tuple[Checked, str]:
+    """The command with the fastest transport that is possible, unless one was given; and a line that says why.
 
     Raises:
         PlacementError: The transport that was given cannot be used.
     """
-    cuda, engine, gpus = place.layout.cuda, settings.engine, settings.engine.rollout_num_gpus_per_engine
+    cuda, engine, gpus = place.layout.cuda, checked.settings.engine, checked.settings.engine.rollout_num_gpus_per_engine
     route = Route(
         engines=max(1, len(place.rollout) // gpus),
         within_node=place.sends_within_node,
         cuda=cuda,
         shared=place.layout.shared,
         senders=len(place.senders(gpus)),
-        size=engine_weights(settings, shape),
+        size=engine_weights(checked.settings, checked.shape),
         link=link_of(cuda),
     )
-    ways = transports(engine, route)
-    engine = engine.adapted(update_weight_transport=check_transport(ways).name)
-    return dataclasses.replace(settings, engine=engine), f"weights travel by {in_words(ways)}"
+    chosen, ways = check_transport(engine, route), transports(engine, route)
+    engine = engine.adapted(update_weight_transport=chosen.name)
+    return with_engine(checked, engine), f"weights travel by {in_words(ways)}"
 
 
-def describe(layout: Layout, *, external: bool) -> str:
+def describe(layout: BundleLayout, *, external: bool) -> str:
     """Where the run lives, in one line; engines that have no room in it are ``external`` or not there."""
     kind = "GPUs" if layout.cuda else "CPU worker processes, because there is no CUDA"
     if not layout.trainer:

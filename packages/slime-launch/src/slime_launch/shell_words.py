@@ -26,7 +26,7 @@ MODULES = (
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*|\d+)(\[[@*]\])?(?:(:?[-=])([^}]*))?\}|([A-Za-z_]\w*|\d))")
 POSITIONAL = re.compile(r"\$(?:[@*]|\{[@*][^}]*\})")
-"""What the script is called with."""
+"""The arguments that the script is called with."""
 DOLLAR, BACKTICK = "\ue024", "\ue060"
 """A dollar and a backtick that stand for themselves, which no shell may expand."""
 LITERAL = str.maketrans({"$": DOLLAR, "`": BACKTICK})
@@ -37,7 +37,7 @@ BREAKS = {";", "&&", "||", "|", "&", "(", ")", "{", "}", "then", "do", "else", "
 
 @dataclass
 class _Reader:
-    """What a script has assigned so far, the words of each command line, and the arrays that nothing assigned."""
+    """A script as far as it was read: variables, the words of each command, and the arrays that nothing assigned."""
 
     directory: Path | None
     values: dict[str, list[str]] = field(default_factory=dict)
@@ -278,7 +278,7 @@ def _fields(value: str, quoted: bool) -> list[str]:
 
 
 def _sequence(numbers: list[int]) -> list[str]:
-    """What ``seq LAST``, ``seq FIRST LAST`` or ``seq FIRST STEP LAST`` prints."""
+    """The numbers that ``seq LAST``, ``seq FIRST LAST`` or ``seq FIRST STEP LAST`` prints."""
     first = numbers[0] if len(numbers) > 1 else 1
     step = numbers[1] if len(numbers) > 2 else 1
     return [str(number) for number in range(first, numbers[-1] + (1 if step > 0 else -1), step or 1)]

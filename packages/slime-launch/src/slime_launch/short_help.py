@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime_launch.flags import train_groups
+from slime_launch.flags import own_flags
 from slime_launch.parser import FlagGroup, build_parser
 
 _ALL = "Every other flag of `slime-launch train` may be given, too: `slime-launch train --help` lists them."
@@ -49,6 +49,6 @@ _FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
 
 def print_help(name: str) -> None:
     """Print what ``slime-launch NAME --help`` says, of ``eval`` or ``sft``."""
-    specs = {spec.name: spec for group in train_groups() for spec in group.flags}
+    specs = own_flags()
     groups = [FlagGroup(title, tuple(specs[flag] for flag in flags)) for title, flags in _FLAGS[name].items()]
     build_parser(groups, prog=f"slime-launch {name}", description=_DESCRIPTIONS[name], epilog=_ALL).print_help()

@@ -8,48 +8,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from slime_core.errors import DataError
-from slime_core.types import RolloutBatch, RolloutColumns
-from slime_rollout.data_service import DataService, DataSpec
+from slime_core.interfaces import Batches
+from slime_core.types import Progress, RolloutBatch, RolloutColumns
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.server import EngineLauncher
-from slime_rollout.generation_service import GenerationService, GenerationSpec, Progress
-
-if TYPE_CHECKING:
-    from slime_rollout.data import Account
-
-
-class BatchSource(Protocol):
-    """Gives one batch after the other. Its state is plain values that JSON can hold.
-
-    :meth:`progress` and :meth:`cancel` may be called from another thread at any time; all others one after the other.
-    """
-
-    def start(self) -> list[str] | None:
-        """Start what has to be started; may return what a user should know, a line each."""
-
-    def generate(self, rollout_id: int) -> RolloutBatch:
-        """The batch of this number."""
-
-    def account(self) -> Account | None:
-        """What became of all samples so far, where they are counted."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What comes next."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with what came next when ``state`` was saved."""
-
-    def cancel(self) -> None:
-        """End what another thread waits for."""
-
-    def progress(self) -> Progress:
-        """How far it is; raises if something that it needs is gone."""
-
-    def close(self) -> None:
-        """Stop everything in order."""
+from slime_rollout.service import DataService, DataSpec, GenerationService, GenerationSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +29,7 @@ SourceSpec = GenerationSpec | DataSpec | RecordedSpec
 """Settings of a source. Only the first kind has engines, which take weights, and scores held-out prompts."""
 
 
-def make_source(spec: SourceSpec, make_launcher: Callable[[EngineConfig], EngineLauncher] | None = None) -> BatchSource:
+def make_source(spec: SourceSpec, make_launcher: Callable[[EngineConfig], EngineLauncher] | None = None) -> Batches:
     """The source of these settings, not started; ``make_launcher`` gives what starts its engines, if it has some."""
     if isinstance(spec, RecordedSpec):
         return RecordedRollouts(spec.template)

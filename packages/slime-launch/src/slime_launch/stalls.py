@@ -103,7 +103,7 @@ class StallWatch:
         return f"{text}; the stacks of all ranks are in {path}"
 
     def _look(self) -> tuple[list[str], str]:
-        """What is stopped on this node and on the run's others, and the stacks of all its processes."""
+        """The processes that are stopped on the nodes of the run, and the stacks of all its processes."""
         import ray
 
         workers = {str(worker.log_path.resolve()): worker.name for worker in self._watch.workers}

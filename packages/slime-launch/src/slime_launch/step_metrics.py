@@ -13,7 +13,7 @@ from typing import Any
 
 from slime_core.types import EvalReport, SyncReport, TrainReport
 from slime_core.words import duration
-from slime_launch.shards import EXAMPLES, NO_ADVANTAGE, Example, ReadyRollout, examples
+from slime_rollout.service import EXAMPLES, NO_ADVANTAGE, Example, ReadyRollout, examples
 
 REASON_CHARACTERS = 100
 PROMPT_CHARACTERS, RESPONSE_CHARACTERS, PART_CHARACTERS = 80, 120, 40
@@ -198,7 +198,7 @@ def untrained_words(batch: ReadyRollout) -> list[str]:
 
 
 def drift_problem(rollout_id: int, steps: Sequence[Mapping[str, float]], most: float | None) -> str | None:
-    """What is wrong if log-probs of trainer and engine are further apart than allowed in a step of a rollout."""
+    """An error line if log-probs of trainer and engine are further apart than allowed in a step of a rollout."""
     found = [metrics[DRIFT] for metrics in steps if DRIFT in metrics]
     if most is None or all(value <= most for value in found):
         return None
@@ -211,7 +211,7 @@ def drift_problem(rollout_id: int, steps: Sequence[Mapping[str, float]], most: f
 
 
 def step_cells(number: int, num_rollout: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """What the console's table shows of the last rollout in the tracker's ``rows``, as far as it has it.
+    """The cells of the last rollout in the tracker's ``rows`` for the console's table, as far as there are any.
 
     ``idle`` is the share of the step in which the trainers do not train; ``stale`` how many weight versions the samples
     lag behind, on average.

@@ -17,7 +17,7 @@ from slime_core.files import MOST_BYTES, open_file, open_to_append, write_whole
 from slime_core.types import TrainReport
 
 if TYPE_CHECKING:
-    from slime_launch.shards import ReadyRollout
+    from slime_rollout.service import ReadyRollout
 
 SUMS_FILE = "sums.jsonl"
 _NO_WEIGHTS = np.zeros((0, 0), np.uint32)
@@ -72,7 +72,7 @@ class SumLog:
     def __init__(self, output_dir: Path, iteration: int | None) -> None:
         self._path = output_dir / SUMS_FILE
         kept, self._names = [], list[str]()
-        for line in _lines(self._path) if iteration else ():
+        for line in json_lines(self._path) if iteration else ():
             if line["rollout_id"] >= (iteration or 0):
                 break
             kept.append(json.dumps(line) + "\n")
@@ -101,7 +101,7 @@ class SumLog:
 def read_sums(output_dir: Path) -> Iterator[StepSums]:
     """The checksums of each rollout, in order; a last line that a crash cut off is left out."""
     names: list[str] = []
-    for line in _lines(output_dir / SUMS_FILE):
+    for line in json_lines(output_dir / SUMS_FILE):
         names = line.get("names", names)
         yield StepSums(line, names)
 
@@ -117,7 +117,8 @@ def read_pairs(first: Path, second: Path) -> Iterator[tuple[StepSums, StepSums]]
             yield one, other
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The complete lines of a file, as large as a run is long; a last one that a crash cut off is left out."""
     if not path.exists():
         return
     with open_file(path) as file:

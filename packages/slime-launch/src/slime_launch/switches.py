@@ -23,11 +23,11 @@ _OPPOSITES = {
     "--fp32": ("--bf16",),
     "--offload": ("--no-offload-train", "--no-offload-rollout"),
 }
-"""What is not spelled with ``no-`` in front."""
+"""Opposites that are not spelled with ``no-`` in front."""
 _OTHER_MODE = "{}=false is {}; leave it out for the default"
 _PREFIXES = ("--sglang-", "--router-", "--")
 _IMPLIED: tuple[tuple[str, Callable[[Settings], bool], str], ...] = (
-    ("debug_train_only", lambda settings: settings.is_recorded, "--load-debug-rollout-data starts no engines"),
+    ("debug_train_only", lambda settings: settings.kind.is_recorded, "--load-debug-rollout-data starts no engines"),
     (
         "sglang_enable_return_routed_experts",
         lambda settings: settings.rollout.sampling.use_rollout_routing_replay,
@@ -35,7 +35,7 @@ _IMPLIED: tuple[tuple[str, Callable[[Settings], bool], str], ...] = (
     ),
     (
         "sglang_enable_memory_saver",
-        lambda settings: settings.engines_sleep,
+        lambda settings: settings.kind.engines_sleep,
         "engines give their memory back while trainers work; --no-offload-rollout changes that",
     ),
 )
@@ -177,7 +177,7 @@ def _kind(spec: FlagSpec) -> str:
 
 
 def check_switched_off(settings: Settings, shape: ModelShape | None) -> None:
-    """What the command says is off is off.
+    """Check that switches which the command says are off are not switched on by something else.
 
     Raises:
         ConfigError: Something else switches it on: the model's config, or another flag.

@@ -18,13 +18,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime_core.files import MOST_BYTES, open_file, open_to_append, write_whole
+from slime_core.files import open_to_append, write_whole
 from slime_core.types import Span, TrainReport
-from slime_launch.step_sums import SumLog
+from slime_launch.step_sums import SumLog, json_lines
 
 if TYPE_CHECKING:
-    from slime_launch.shards import ReadyRollout
     from slime_launch.wandb_run import WandbRun
+    from slime_rollout.service import ReadyRollout
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIR = "tensorboard"
@@ -33,17 +33,7 @@ Row = dict[str, Any]
 
 def read_rows(output_dir: Path) -> list[Row]:
     """All complete rows; a last line that a crash cut off is left out."""
-    path = output_dir / METRICS_FILE
-    if not path.exists():
-        return []
-    rows = []
-    with open_file(path) as file:  # as large as a run is long; a line is not
-        while line := file.readline(MOST_BYTES):
-            try:
-                rows.append(json.loads(line))
-            except (ValueError, RecursionError):
-                break
-    return rows
+    return list(json_lines(output_dir / METRICS_FILE))
 
 
 class Tracker:

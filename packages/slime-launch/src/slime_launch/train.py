@@ -109,14 +109,14 @@ def importing_sglang(settings: Settings) -> Iterator[Settings]:
 
     Gives the settings with which they are forked from it.
     """
-    from slime_launch.validate import limit_threads, num_engines
+    from slime_launch.derived import limit_threads, num_engines
     from slime_rollout.engine.server import EngineSpec
     from slime_rollout.engine.template import imported_sglang
 
-    if not settings.generates or os.environ.get("RAY_ADDRESS"):
+    if not settings.kind.generates or os.environ.get("RAY_ADDRESS"):
         yield settings
         return
-    config = limit_threads(settings, engines=num_engines(settings)).engine
+    config = limit_threads(settings.engine, engines=num_engines(settings.cluster, settings.engine))
     with imported_sglang(config, EngineSpec(model_path=settings.rollout.data.hf_checkpoint)) as config:
         engine = dataclasses.replace(settings.engine, template=config.template)
         yield dataclasses.replace(settings, engine=engine)
@@ -129,12 +129,13 @@ def supervise(checked: Checked, output_dir: Path) -> int:
 
 
 def with_facts(checked: Checked) -> Checked:
-    """What was checked, with what takes half a second to find out and is only written down: Ray starts meanwhile."""
+    """The command with facts that are only written down and take half a second to find out, while Ray starts."""
     from slime_launch.megatron_flags import argument_notes
     from slime_launch.resolved import packages, variables
 
-    notes = argument_notes(checked.settings, checked.shape)
-    found, environment = packages(checked.settings), variables(os.environ)
+    settings = checked.settings
+    notes = argument_notes(settings.megatron, checked.shape)
+    found, environment = packages(settings.kind, settings.engine), variables(os.environ)
     return dataclasses.replace(checked, packages=found, notes=notes, environment=environment)
 
 

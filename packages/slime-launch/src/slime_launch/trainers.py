@@ -7,7 +7,6 @@ import functools
 import os
 import shutil
 import socket
-import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,13 +15,13 @@ from slime_core.config import AlgorithmConfig
 from slime_core.hooks import HookArgs
 from slime_core.interfaces import TrainerWorker, WeightChannel
 from slime_core.types import Rendezvous, SleepReport, SyncReport, TrainReport, TrainShard, WeightUpdate
-from slime_launch.calls import Call, Question, Watch, Worker, gather, prepare
+from slime_launch.calls import Call, Host, Watch, Worker, gather
 from slime_launch.errors import RunError, TrainerLostError
 from slime_launch.placement import Placement, live_nodes, own_share, runtime_env, use_cluster_interface
-from slime_launch.processes import Place, end_processes, on_nodes, own_place
-from slime_rollout.engine import WeightSyncError
+from slime_launch.processes import end_processes, on_nodes
+from slime_launch.remote import Question, Remote, start_on_all
 from slime_rollout.engine.addresses import free_port
-from slime_rollout.generation_service import ChannelSpec
+from slime_rollout.service import ChannelSpec
 from slime_rollout.supervise.private_folder import private_folder
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
     from slime_convert.shape import ModelShape
     from slime_launch.overrides import Overrides
-    from slime_megatron.config import MegatronConfig
+    from slime_megatron.service import MegatronConfig
 
 CLOSE_SECONDS = 5.0
 MOST_TIMELINES = 16
@@ -39,7 +38,7 @@ MOST_TIMELINES = 16
 
 
 class TrainerSpec(NamedTuple):
-    """What a rank needs to build the model: its own checkpoint in ``resume_from``, or else the weights of --load.
+    """The settings of a rank. Its weights are those in ``resume_from``, or else of --load.
 
     With ``weights_first`` it loads the rest of its checkpoint once it has sent the weights.
     """
@@ -58,41 +57,27 @@ class TrainerSpec(NamedTuple):
     only_evaluates: bool = False
 
 
-class Shards(NamedTuple):
-    """A rollout's shards in Ray's object store, by data-parallel rank. Each rank fetches its own alone."""
-
-    references: list[Any]
-
-
-class Channels(NamedTuple):
-    """Settings of the channel of each rank that sends weights."""
-
-    by_rank: dict[int, ChannelSpec]
-
-
-class Inspection(NamedTuple):
-    """Settings of the channel whose engines rank 0 compares weights with."""
-
-    channel: ChannelSpec
-
-
 class Seat(NamedTuple):
-    """What a rank shares: its CPU threads as given, or the ranks on its node where cores are shared; the cluster."""
+    """A rank's place: its CPU threads, if given; the ranks that share its node's cores; whether nodes are several."""
 
     threads: int | None
     neighbours: int
     on_several_nodes: bool
 
 
-class TrainerRank:
-    """Runs inside a Ray actor: passes calls on to this rank's :class:`~slime_core.interfaces.TrainerWorker`."""
+class TrainerRank(Host):
+    """Holds this rank's :class:`~slime_core.interfaces.TrainerWorker`, once it is built.
+
+    Calls with shards and channels go by its own methods: each rank fetches its shard, and opens its channel.
+    """
+
+    held: TrainerWorker | None = None
 
     def __init__(self, directory: str, log_path: str, seat: Seat) -> None:
         self._threads = own_share(seat.neighbours) if seat.threads is None and seat.neighbours else seat.threads
-        prepare(directory, log_path, threads=self._threads)
+        super().__init__(directory, log_path, threads=self._threads)
         if seat.on_several_nodes:
             use_cluster_interface()
-        self._worker: TrainerWorker | None = None  # until `build`
         self._channel: tuple[ChannelSpec, WeightChannel] | None = None
         self._rank = 0
         self._listening: socket.socket | None = None  # of rank 0, until `build`
@@ -101,10 +86,6 @@ class TrainerRank:
     def alive(self) -> int:
         """This process's id; that it answers is what matters."""
         return os.getpid()
-
-    def introduce(self) -> Place:
-        """Where this process is."""
-        return own_place()
 
     def meeting_point(self, ranks: int, nodes: int) -> Rendezvous:
         """Where so many ranks on so many nodes meet, for rank 0.
@@ -126,13 +107,13 @@ class TrainerRank:
 
     def build(self, spec: TrainerSpec, rendezvous: Rendezvous) -> None:
         """Build the model, meet the other ranks and load weights."""
-        from slime_megatron.start import start_worker
+        from slime_megatron.service import start_worker
 
         self._rank = rendezvous.rank
         if self._listening is not None:
             rendezvous = dataclasses.replace(rendezvous, listen=self._listening.detach())
             self._listening = None
-        self._worker = start_worker(
+        self.held = start_worker(
             dataclasses.replace(spec.config, trainer_threads=self._threads),
             spec.algorithm,
             spec.shape,
@@ -148,32 +129,42 @@ class TrainerRank:
             only_evaluates=spec.only_evaluates,
         )
 
-    def call(self, verb: str, *arguments: Any) -> Any:
-        """Call a method of the worker. :class:`Shards` become this rank's shard, the others a channel."""
-        assert self._worker is not None
-        given = [self._resolve(self._worker, argument) for argument in arguments]
-        return getattr(self._worker, verb)(*given)
+    def train(self, shards: Sequence[Any]) -> TrainReport:
+        """Train on one rollout, given references to the shards by data-parallel rank."""
+        return self._worker.train(self._fetch(shards))
+
+    def evaluate(self, shards: Sequence[Any]) -> dict[str, float]:
+        """The loss of one step's shards and its metrics, without training on them."""
+        return self._worker.evaluate(self._fetch(shards))
+
+    def push(self, update: WeightUpdate, channels: Mapping[int, ChannelSpec]) -> SyncReport:
+        """Send the weights by this rank's channel, if it has one; they are by rank."""
+        spec = channels.get(self._rank)
+        return self._worker.push(update, None if spec is None else self._open(spec), tuple(channels))
+
+    def inspect(self, update: WeightUpdate, channel: ChannelSpec) -> SyncReport:
+        """Compare the engines' weights with those that :meth:`push` would send."""
+        return self._worker.push(update, channel.inspector(), (0,))
 
     def close(self) -> None:
         """Give back the channel's shared memory, and leave the process groups."""
         if self._channel is not None:
             self._channel[1].close()
-        if self._worker is not None:
-            self._worker.close()
+        if self.held is not None:
+            self.held.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _resolve(self, worker: TrainerWorker, argument: Any) -> Any:
-        if isinstance(argument, Shards):
-            import ray
+    @property
+    def _worker(self) -> TrainerWorker:
+        assert self.held is not None
+        return self.held
 
-            return ray.get(argument.references[worker.data_parallel_rank])
-        if isinstance(argument, Inspection):
-            return argument.channel.inspector()
-        if isinstance(argument, Channels):
-            spec = argument.by_rank.get(self._rank)
-            return None if spec is None else self._open(spec)
-        return argument
+    def _fetch(self, shards: Sequence[Any]) -> TrainShard:
+        import ray
+
+        shard: TrainShard = ray.get(shards[self._worker.data_parallel_rank])
+        return shard
 
     def _open(self, spec: ChannelSpec) -> WeightChannel:
         """The channel, which is kept for the next update, because it keeps its buffer."""
@@ -214,10 +205,15 @@ class TrainerGroup:
         self._launch = launch
         self._config = config
         self._spec: TrainerSpec | None = None
-        self._workers = list(launch())
-        self._alive = Question(self._workers, "alive")
         self._has_rest = False
         self._loading: Call[None] | None = None
+        self._seat(launch())
+
+    def _seat(self, workers: Sequence[Worker]) -> None:
+        self._workers = list(workers)
+        self._ranks = [Remote[TrainerRank](worker) for worker in workers]
+        self._trainers = [Remote[TrainerWorker](worker, Host.call_held) for worker in workers]
+        self._alive = Question(self._ranks, TrainerRank.alive)
 
     @classmethod
     def start(
@@ -249,11 +245,11 @@ class TrainerGroup:
             return {}
         for worker in self._workers:
             worker.introduce()
-        nodes = {worker.call("introduce").node for worker in self._workers}
-        meeting: Rendezvous = self._workers[0].call("meeting_point", len(self._workers), len(nodes))
+        nodes = {rank.call(TrainerRank.introduce).node for rank in self._ranks}
+        meeting = self._ranks[0].call(TrainerRank.meeting_point, len(self._ranks), len(nodes))
         return {
-            worker.start_call("build", spec, dataclasses.replace(meeting, rank=rank)): worker
-            for rank, worker in enumerate(self._workers)
+            rank.begin(TrainerRank.build, spec, dataclasses.replace(meeting, rank=number)): rank.worker
+            for number, rank in enumerate(self._ranks)
         }
 
     def restart(self, resume_from: Path | None, *, on_poll: Callable[[], None]) -> None:
@@ -269,32 +265,29 @@ class TrainerGroup:
         places = [place for worker in self._workers if (place := worker.place()) is not None]
         if left := [pid for pids in on_nodes(places, end_processes) for pid in pids]:
             raise RunError(f"trainer ranks do not end (processes {left}); others may not start beside them")
-        self._workers = list(self._launch())
-        self._alive = Question(self._workers, "alive")
+        self._seat(self._launch())
         spec = self._spec._replace(resume_from=str(resume_from) if resume_from is not None else None)
         gather(self.build(spec), on_poll=on_poll)
 
     def finish_loading(self) -> None:
         """Have the ranks load what they have left for when they are free. What goes wrong, :meth:`check` raises."""
         if self._has_rest:
-            calls = {worker.start_call("call", "finish_loading"): worker for worker in self._workers}
+            calls = {rank.begin(TrainerWorker.finish_loading): rank.worker for rank in self._trainers}
             self._has_rest, self._loading = False, Call(calls, awaited=False)
 
     def train(self, shards: list[Any], *, on_poll: Callable[[], None]) -> TrainReport:
         """Train on one rollout, given a reference to the shard of each data-parallel rank."""
-        reports: list[TrainReport] = self._all("train", Shards([*shards]), on_poll=on_poll)
+        reports = start_on_all(self._ranks, TrainerRank.train, [*shards]).wait(on_poll)
         shown = reports[:: -(-len(reports) // MOST_TIMELINES)]
         return dataclasses.replace(reports[0], spans=[span for report in shown for span in report.spans])
 
     def evaluate(self, shards: list[Any], *, on_poll: Callable[[], None]) -> dict[str, float]:
         """The loss of one step's shards and its metrics, without training on them."""
-        metrics: dict[str, float] = self._rank_0("evaluate", Shards([*shards]), on_poll=on_poll)
-        return metrics
+        return start_on_all(self._ranks, TrainerRank.evaluate, [*shards]).wait(on_poll)[0]
 
     def log_probs(self, shard: TrainShard, *, on_poll: Callable[[], None]) -> list[NDArray[np.float32]]:
         """Log-probs of the policy for a small shard's samples; every data-parallel rank computes the same one."""
-        rows: list[NDArray[np.float32]] = self._rank_0("forward", shard, on_poll=on_poll)
-        return rows
+        return start_on_all(self._trainers, TrainerWorker.forward, shard, "actor").wait(on_poll)[0]
 
     def inspect(self, channel: ChannelSpec, version: int, *, on_poll: Callable[[], None]) -> list[str]:
         """Compare the engines' weights with the trainer's; gives those that are gathered otherwise than they are.
@@ -302,10 +295,11 @@ class TrainerGroup:
         Raises:
             WeightSyncError: An engine holds other weights than are gathered; the message names them.
         """
-        misread: list[str] = self._rank_0("misread", on_poll=on_poll)
-        if not misread:
-            self._rank_0("push", WeightUpdate(version=version), Inspection(channel), (0,), on_poll=on_poll)
-        return misread
+        mismatches = start_on_all(self._trainers, TrainerWorker.export_mismatches).wait(on_poll)[0]
+        if not mismatches:
+            update = WeightUpdate(version=version)
+            start_on_all(self._ranks, TrainerRank.inspect, update, channel).wait(on_poll)
+        return mismatches
 
     def push_weights(self, channel: ChannelSpec, version: int, *, on_poll: Callable[[], None]) -> SyncReport:
         """Send the weights to the engines; the report is that of the first rank.
@@ -313,41 +307,25 @@ class TrainerGroup:
         Raises:
             WeightSyncError: An engine cannot be reached.
         """
-        channels, update = self._channels(channel), WeightUpdate(version=version)
-        report: SyncReport = self._rank_0("push", update, Channels(channels), tuple(channels), on_poll=on_poll)
-        return report
-
-    def _channels(self, channel: ChannelSpec) -> dict[int, ChannelSpec]:
-        """Which ranks send where: the first to all engines; in shared memory, the first of each node to those there."""
-        places = [worker.place() for worker in self._workers]
-        nodes = [None if place is None else place.node for place in places]
-        if channel.sync.update_weight_transport != "tensor" or len(set(nodes)) == 1:
-            return {0: channel}
-        live = live_nodes()
-        hosts = {live.get(node or ""): nodes.index(node) for node in nodes}
-        urls: dict[int, list[str]] = {}
-        for url in channel.engine_urls:
-            if (rank := hosts.get(urllib.parse.urlsplit(url).hostname)) is None:
-                raise WeightSyncError(f"no trainer rank is on the node of {url}, and shares memory with it", url=url)
-            urls.setdefault(rank, []).append(url)
-        return {rank: dataclasses.replace(channel, engine_urls=tuple(own)) for rank, own in sorted(urls.items())}
+        nodes = [None if (place := worker.place()) is None else place.node for worker in self._workers]
+        channels, update = channel.by_rank(nodes, live_nodes), WeightUpdate(version=version)
+        return start_on_all(self._ranks, TrainerRank.push, update, channels).wait(on_poll)[0]
 
     def sleep(self, *, keep_weights: bool, on_poll: Callable[[], None]) -> SleepReport:
         """Have all ranks give memory back, with ``keep_weights`` all but weights; rank 0's report."""
-        report: SleepReport = self._rank_0("sleep", keep_weights, on_poll=on_poll)
-        return report
+        return start_on_all(self._trainers, TrainerWorker.sleep, keep_weights).wait(on_poll)[0]
 
     def wake(self, *, weights_only: bool, on_poll: Callable[[], None]) -> None:
         """Have all ranks take it again, with ``weights_only`` the weights' alone."""
-        self._rank_0("wake", weights_only, on_poll=on_poll)
+        start_on_all(self._trainers, TrainerWorker.wake, weights_only).wait(on_poll)
 
     def save(self, iteration: int, *, on_poll: Callable[[], None]) -> Path:
         """Write a checkpoint; returns its directory, which is complete when :meth:`saved` says so."""
-        return Path(self._rank_0("save", iteration, on_poll=on_poll))
+        return Path(start_on_all(self._trainers, TrainerWorker.save, iteration).wait(on_poll)[0])
 
     def saved(self, *, wait: bool, on_poll: Callable[[], None]) -> bool:
         """Whether every rank has written its part of the last checkpoint; with ``wait``, once it has."""
-        return bool(self._rank_0("saved", wait, on_poll=on_poll))
+        return start_on_all(self._trainers, TrainerWorker.saved, wait).wait(on_poll)[0]
 
     def check(self) -> None:
         """See whether all ranks live, without waiting. Ask again and again while they have nothing to do.
@@ -363,7 +341,7 @@ class TrainerGroup:
         """Let the ranks leave their process groups in order; give up after a few seconds."""
         import ray
 
-        refs = [worker.start_call("close") for worker in self._workers]
+        refs = [rank.begin(TrainerRank.close) for rank in self._ranks]
         if not refs:
             return
         ray.wait(refs, num_returns=len(refs), timeout=CLOSE_SECONDS)
@@ -372,12 +350,3 @@ class TrainerGroup:
         """End the ranks, whatever they do."""
         for worker in self._workers:
             worker.kill()
-
-    def _rank_0(self, verb: str, *args: Any, on_poll: Callable[[], None]) -> Any:
-        """Rank 0's result of a method that is called on all ranks."""
-        return self._all(verb, *args, on_poll=on_poll)[0]
-
-    def _all(self, verb: str, *args: Any, on_poll: Callable[[], None]) -> list[Any]:
-        """The results of all ranks, in order."""
-        pending = {worker.start_call("call", verb, *args): worker for worker in self._workers}
-        return gather(pending, on_poll=on_poll)

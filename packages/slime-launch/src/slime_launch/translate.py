@@ -38,7 +38,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Became:
-    """What became of one flag of a command.
+    """The outcome of one flag of a command.
 
     Attributes:
         words: The words that do the same here; none if it has no effect or is not built.
@@ -80,7 +80,7 @@ def items(argv: Sequence[str]) -> list[Item]:
 
 @dataclass(frozen=True)
 class Context:
-    """What an answer depends on besides its flag.
+    """The context of an answer: what it depends on besides its flag.
 
     Attributes:
         known: The flags that our parser knows, by name.
@@ -163,7 +163,7 @@ def translate_upstream(argv: Sequence[str], known: Mapping[str, FlagSpec]) -> Tr
 
 
 def become(item: Item, around: Context) -> Became:
-    """What becomes of one flag."""
+    """The outcome of one flag."""
     known = around.known
     path = next((value for value in item.values if value.startswith(THEIRS)), None)
     is_built_in = path in BUILT_IN_ROLLOUTS and item.name in known and item.name in KNOWS_THEIRS
@@ -213,7 +213,7 @@ def _not_without_effect(item: Item, answer: Answer, around: Context) -> str | No
 
 
 def renamed(item: Item, answer: Answer, around: Context) -> Became:
-    """What became of a flag that has another name here."""
+    """The outcome of a flag that has another name here."""
     values, to = list(item.values), answer.to
     for flag in around.ours.intersection(answer.beside):
         if not (to := answer.beside[flag]):
@@ -281,7 +281,7 @@ def _path(item: Item, path: str, around: Context) -> Became:
 
 
 def family_problem(name: str, hf_checkpoint: str | None) -> str | None:
-    """What is wrong with a ``--model-name``: another family than ``--hf-checkpoint`` has; ``None`` if it is not."""
+    """The problem of a ``--model-name`` of another family than ``--hf-checkpoint`` has; ``None`` if there is none."""
     config = Path(hf_checkpoint or "") / "config.json"
     try:
         family = str(read_json(config)["model_type"])

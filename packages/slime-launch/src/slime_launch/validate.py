@@ -2,63 +2,44 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from slime_convert.quantize import Int4Format, read_format
+from slime_convert.quantize import Int4Format
 from slime_convert.shape import ModelShape, check_flags
-from slime_core.config import GROUP_RELATIVE
+from slime_core.algorithms import LOSSES, names
+from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError
+from slime_core.former_names import renamed
 from slime_core.schedule import check_batch_sizes
 from slime_core.words import counted
-from slime_launch.config import Settings
+from slime_launch.config import ClusterConfig, Settings
+from slime_launch.derived import global_batch_size, is_quantized
 from slime_launch.devices import run_device
 from slime_launch.errors import Problems
-from slime_launch.idle import idle_notes
-from slime_launch.placement import own_share
-from slime_megatron.config import CKPT_FORMATS, FUSED_ROUTERS
-from slime_megatron.overrides import role_config
-from slime_rollout.config import MOST_KEPT, MOST_LISTED, SFT_ROLLOUT
+from slime_launch.idle import idle_flags
+from slime_launch.kind import RunKind
+from slime_megatron.service import FUSED_ROUTERS, MegatronConfig, role_config
+from slime_rollout.checks import read_eval_sets, wrong_on_cpu
+from slime_rollout.config import MOST_KEPT, MOST_LISTED, SFT_ROLLOUT, RolloutConfig
+from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.topology_plan import EnginePlan
-from slime_rollout.eval_sets import read_eval_sets
-from slime_rollout.limits import ModelLimits, wrong_on_cpu
+from slime_rollout.service import ModelLimits
 
-CANARY_LIMITS = {"float32": 1e-4, "bfloat16": 0.4}
-"""Mean distance in nats, by the engines' type; docs/explanation/exactness.md has what was measured."""
+__getattr__ = renamed(
+    __name__,
+    {"CANARY_LIMITS": "slime_launch.derived.CANARY_LIMITS"},
+    {
+        "canary_limit": "slime_launch.derived.canary_limit(settings.engine, settings.megatron, settings.rollout), if "
+        "settings.kind.sends",
+        "engine_dtype": "slime_launch.derived.engine_dtype(settings.megatron, settings.rollout)",
+        "limit_threads": "slime_launch.derived.limit_threads(settings.engine, engines=engines)",
+        "num_engines": "slime_launch.derived.num_engines(settings.cluster, settings.engine)",
+        "num_spare_engines": "slime_launch.derived.num_spare_engines(settings.placed, settings.engine)",
+        "row_limit": "slime_launch.derived.row_limit(settings.rollout, context)",
+    },
+)
 _KEEPING = "--rollout-top-p, --rollout-top-k or --rollout-min-p"
-
-
-def global_batch_size(settings: Settings) -> int:
-    """Samples per optimizer step: given, or what the rollout and the number of steps leave.
-
-    Raises:
-        ConfigError: ``rollout_batch_size × n_samples_per_prompt ≠ global_batch_size × num_steps_per_rollout``.
-    """
-    prompts, size = settings.rollout.selection.rollout_batch_size, settings.samples_per_prompt
-    steps, given = settings.run.num_steps_per_rollout, settings.megatron.global_batch_size
-    samples = prompts * size
-    if given is None and samples % steps == 0:
-        return samples // steps
-    if given is not None and given * steps == samples:
-        return given
-    ways = []
-    if samples % steps == 0:
-        ways.append(f"--global-batch-size {samples // steps}")
-    if given is not None and samples % given == 0:
-        ways.append(f"--num-steps-per-rollout {samples // given}")
-    if given is not None and given * steps % size == 0:
-        ways.append(f"--rollout-batch-size {given * steps // size}")
-    advice = " or ".join(ways[:2]) if ways else f"--num-steps-per-rollout to a divisor of {samples}"
-    raise ConfigError(
-        f"rollout_batch_size ({prompts}) × n_samples_per_prompt ({size}) = {samples} must equal global_batch_size "
-        f"({given if given is not None else 'not given'}) × num_steps_per_rollout ({steps}); set {advice}"
-    )
-
-
-def row_limit(settings: Settings, context: int) -> int:
-    """Tokens of a row of a data set at most: a longer one loses its end. ``context`` is the model's longest."""
-    return min(settings.rollout.sampling.rollout_max_context_len or context, context)
 
 
 def check_settings(settings: Settings) -> None:
@@ -69,17 +50,18 @@ def check_settings(settings: Settings) -> None:
     """
     problems = Problems()
     problems.attempt(_check_batches, settings)
-    problems.attempt(_check_kind, settings)
+    problems.attempt(lambda: Problems(_problems_of_kind(settings)).report())
     problems.attempt(_check_sampling, settings)
     problems.attempt(_check_learning, settings)
-    problems.attempt(_check_colocation, settings)
-    problems.attempt(_check_distillation, settings)
-    problems.attempt(_check_engine_gpus, settings)
+    ahead = settings.rollout.selection.async_buffer_size is not None
+    problems.attempt(_check_colocation, settings.kind, settings.cluster, settings.engine, ahead=ahead)
+    problems.attempt(_check_distillation, settings.algorithm, settings.rollout, settings.megatron)
+    problems.attempt(_check_engine_gpus, settings.kind, settings.cluster, settings.engine)
     problems.report()
 
 
 def _check_batches(settings: Settings) -> None:
-    if settings.only_evaluates or not settings.trains:
+    if not settings.kind.updates:
         return
     megatron = settings.megatron
     check_batch_sizes(
@@ -94,25 +76,22 @@ def _check_batches(settings: Settings) -> None:
     )
 
 
-def _check_kind(settings: Settings) -> None:
-    """What a run of this kind needs, and what it cannot have."""
-    Problems(list(_problems_of_kind(settings))).report()
-
-
 def _problems_of_kind(settings: Settings) -> Iterator[str]:
+    """Lines about what a run of this kind needs, and what it cannot have."""
     run, size = settings.run, settings.rollout.selection.n_samples_per_prompt
-    if run.debug_train_only and settings.generates:
+    if run.debug_train_only and settings.kind.generates:
         yield (
             "--debug-train-only starts no engines; give --load-debug-rollout-data, the rollouts to train on, or a "
             "--loss-type on rows of --prompt-data, such as sft_loss"
         )
-    if not settings.rollout.data.prompt_paths and not settings.is_recorded and not settings.only_evaluates:
+    if not settings.rollout.data.prompt_paths and not settings.kind.is_recorded and not settings.kind.only_evaluates:
         yield "missing --prompt-data; see --help"
-    if settings.only_evaluates and not settings.rollout.evaluation.has_eval_sets:
+    if settings.kind.only_evaluates and not settings.rollout.evaluation.has_eval_sets:
         yield "--num-rollout 0 only evaluates; give held-out sets with --eval-prompt-data or --eval-config"
     path, loss = settings.rollout.sampling.rollout_function_path, settings.algorithm.loss_type
-    if path == SFT_ROLLOUT and loss not in ("sft_loss", "custom_loss"):
-        yield f"--rollout-function-path {path} gives conversations; add --loss-type sft_loss or custom_loss"
+    fit = names(LOSSES, lambda row: row.trains_on == "conversations" or row.is_custom)
+    if path == SFT_ROLLOUT and loss not in fit:
+        yield f"--rollout-function-path {path} gives conversations; add --loss-type {' or '.join(fit)}"
     if path not in (None, SFT_ROLLOUT) and settings.algorithm.on_data:
         yield f"--rollout-function-path {path}: --loss-type {loss} takes rows of --prompt-data as they are: leave out"
     if settings.rollout.rollout_function is not None and settings.rollout.selection.async_buffer_size is not None:
@@ -120,7 +99,7 @@ def _problems_of_kind(settings: Settings) -> Iterator[str]:
             f"--rollout-function-path {path} makes one rollout when it is called, and --async-buffer-size has slime "
             "generate ahead; leave one of them out"
         )
-    if settings.rows is not None and size not in (1, settings.samples_per_prompt):
+    if settings.kind.rows is not None and size not in (1, settings.samples_per_prompt):
         yield (
             f"--n-samples-per-prompt {size}: a row makes {settings.samples_per_prompt} with --loss-type "
             f"{settings.algorithm.loss_type}; leave it out"
@@ -131,10 +110,10 @@ def _problems_of_kind(settings: Settings) -> Iterator[str]:
 
 def _check_sampling(settings: Settings) -> None:
     sampling = settings.rollout.sampling
-    if not sampling.keeps_all_tokens and settings.generates and settings.trains:
-        _check_kept(settings)
-    if settings.trains:
-        Problems(list(_problems_of_routing(settings))).report()
+    if not sampling.keeps_all_tokens and settings.kind.sends:
+        _check_kept(settings.rollout, settings.engine)
+    if settings.kind.trains:
+        Problems(_problems_of_routing(settings.rollout, settings.megatron, settings.algorithm)).report()
     if settings.rollout.selection.partial_rollout and "speculative-algorithm" in settings.engine.sglang_args:
         raise ConfigError(
             "--partial-rollout does not work with --sglang-speculative-algorithm: of a response that is cut off, an "
@@ -142,10 +121,10 @@ def _check_sampling(settings: Settings) -> None:
         )
 
 
-def _check_kept(settings: Settings) -> None:
-    """What an engine and a teacher must be able to do for tokens that are sampled from a part of the vocabulary."""
-    top_k, flags = settings.rollout.sampling.rollout_top_k, _KEEPING
-    most = int(str(settings.engine.sglang_args.get("sampling-mask-max-tokens", MOST_LISTED)))
+def _check_kept(rollout: RolloutConfig, engine: EngineConfig) -> None:
+    """Engine and teacher can work with tokens that are sampled from a part of the vocabulary."""
+    top_k, flags = rollout.sampling.rollout_top_k, _KEEPING
+    most = int(str(engine.sglang_args.get("sampling-mask-max-tokens", MOST_LISTED)))
     if top_k == 1:
         raise ConfigError(
             "--rollout-top-k 1 leaves every token one choice, so there is nothing to learn; give 2 or more, or "
@@ -157,66 +136,66 @@ def _check_kept(settings: Settings) -> None:
             f"{most:,}; give --sglang-sampling-mask-max-tokens {max(top_k, MOST_LISTED)}"
             f"{' or a smaller --rollout-top-k' if top_k != -1 else ', or leave it out'}"
         )
-    if settings.rollout.rewards.opd_type == "sglang":
+    if rollout.rewards.opd_type == "sglang":
         raise ConfigError(
             f"{flags} with --opd-type sglang: the teacher's log-probs are of the whole vocabulary, and the trainer's "
             "of the tokens kept; leave them out, or give --opd-type megatron"
         )
 
 
-def _problems_of_routing(settings: Settings) -> Iterator[str]:
+def _problems_of_routing(rollout: RolloutConfig, megatron: MegatronConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
     """Settings under which experts cannot be chosen again."""
-    if settings.rollout.sampling.use_rollout_routing_replay:
+    if rollout.sampling.use_rollout_routing_replay:
         flag = "--use-rollout-routing-replay"
-        if settings.megatron.megatron_args.get("moe_router_fusion"):
+        if megatron.megatron_args.get("moe_router_fusion"):
             yield f"{flag} {FUSED_ROUTERS}"
-    elif settings.megatron.use_routing_replay:
+    elif megatron.use_routing_replay:
         advice = "leave one of them out, or add --use-rollout-routing-replay, for the engine's experts"
-        if settings.algorithm.use_rollout_logprobs:
+        if algorithm.use_rollout_logprobs:
             yield (
                 "--use-routing-replay takes the experts of the pass that computes old log-probs, and there is none "
                 f"with --use-rollout-logprobs; {advice}"
             )
-        if settings.algorithm.keep_old_actor:
+        if algorithm.keep_old_actor:
             yield f"--use-routing-replay with --keep-old-actor: several weights choose experts for a sample; {advice}"
 
 
-def check_whole_engines(settings: Settings) -> None:
+def check_whole_engines(kind: RunKind, rollout: RolloutConfig, engine: EngineConfig) -> None:
     """Refuse settings that engines split into prefill and decoding cannot serve.
 
     Such requests go to engines without the router, which alone joins the two.
     """
-    sampling = settings.rollout.sampling
+    sampling = rollout.sampling
     asked = [_KEEPING] * (not sampling.keeps_all_tokens)
     asked += ["--use-rollout-routing-replay"] * sampling.use_rollout_routing_replay
-    if asked and settings.trains:
-        source = "--sglang-config" if settings.engine.sglang_config is not None else "--prefill-num-servers"
+    if asked and kind.trains:
+        source = "--sglang-config" if engine.sglang_config is not None else "--prefill-num-servers"
         raise ConfigError(
             f"{asked[0]} with prefill engines of {source}: such requests go to engines without the router, which alone "
             "joins prefill and decoding; take regular engines, or leave the other out"
         )
 
 
-def _check_colocation(settings: Settings) -> None:
-    cluster, asynchronous = settings.cluster, settings.rollout.selection.async_buffer_size is not None
-    if not settings.generates:
+def _check_colocation(kind: RunKind, cluster: ClusterConfig, engine: EngineConfig, *, ahead: bool) -> None:
+    if not kind.generates:
         return
-    if asynchronous and not cluster.colocate and (cluster.offloads_train or cluster.offloads_rollout):
+    if ahead and not cluster.colocate and (cluster.offloads_train or cluster.offloads_rollout):
         raise ConfigError(
             "--offload-train and --offload-rollout have trainer and engines take turns, and --async-buffer-size has "
             "them work at the same time; leave one of them out"
         )
     if not cluster.colocate:
         return
-    if asynchronous:
+    if ahead:
         raise ConfigError(
             "--colocate has trainer and engines take turns, and --async-buffer-size has them work at the same time; "
             "give --rollout-num-gpus in place of --colocate"
         )
-    if settings.engine.update_weight_transport == "nccl":
+    row = engine.transport
+    if row is not None and row.with_colocate is not None:
         raise ConfigError(
-            "--update-weight-transport nccl does not work with --colocate: NCCL takes no GPU twice into one group; "
-            "leave it out, which shares tensors on the GPU"
+            f"--update-weight-transport {row.name} does not work with --colocate: {row.name.upper()} "
+            f"{row.with_colocate}; leave it out, which shares tensors on the GPU"
         )
 
 
@@ -224,9 +203,8 @@ def _check_learning(settings: Settings) -> None:
     """Refuse what changes no weight, and sends or saves that cannot be."""
     algorithm, size = settings.algorithm, settings.rollout.selection.n_samples_per_prompt
     own = algorithm.custom_advantage_function_path or settings.rollout.hooks.custom_reward_post_process_path
-    relative = algorithm.advantage_estimator in GROUP_RELATIVE and not algorithm.disable_rewards_normalization
-    trained = settings.trains and not settings.only_evaluates and algorithm.uses_advantages
-    if size == 1 and relative and trained and not own and not algorithm.use_opd:
+    trained = settings.kind.updates and algorithm.uses_advantages
+    if size == 1 and algorithm.centres_rewards and trained and not own and not algorithm.use_opd:
         raise ConfigError(
             f"--n-samples-per-prompt 1: {algorithm.advantage_estimator} compares the samples of a prompt with each "
             "other, so rewards change no weight; give 2 or more, or --disable-rewards-normalization"
@@ -247,13 +225,17 @@ LARGER = (2, 4, 8)
 
 def notices(settings: Settings) -> list[str]:
     """Warnings about what the run will do, a line each."""
-    return [*settings.notes, *settings.algorithm.notices, *_notices_of_kind(settings), *_notices_of_rates(settings)]
+    lines = [*settings.notes, *settings.algorithm.notices, *_notices_of_kind(settings)]
+    if settings.kind.updates:
+        steps = settings.num_rollout * settings.run.num_steps_per_rollout
+        lines += _notices_of_rates(settings.megatron, steps, has_critic=settings.kind.has_critic)
+    return lines
 
 
 def micro_batch_notes(settings: Settings, *, on_cpu: bool) -> list[str]:
     """A default micro-batch of one sample, which a CPU goes through many of in a step, in a line."""
     megatron = settings.megatron
-    if not on_cpu or settings.only_evaluates or not settings.trains or megatron.use_dynamic_batch_size:
+    if not on_cpu or not settings.kind.updates or megatron.use_dynamic_batch_size:
         return []
     size = megatron.micro_batch_size
     own = global_batch_size(settings) // megatron.data_parallel_size(settings.cluster.actor_gpus)
@@ -267,12 +249,11 @@ def micro_batch_notes(settings: Settings, *, on_cpu: bool) -> list[str]:
     ]
 
 
-def hand_over_notes(settings: Settings, *, on_cpu: bool) -> list[str]:
+def hand_over_notes(kind: RunKind, cluster: ClusterConfig, *, on_cpu: bool) -> list[str]:
     """Memory that changes hands in every step on a CPU, where it costs time and is of use only if memory is short."""
-    cluster = settings.cluster
-    if not on_cpu or not cluster.colocate or not settings.generates or not settings.trains:
+    if not on_cpu or not cluster.colocate or not kind.sends:
         return []
-    kept = {"train": settings.trainer_sleeps, "rollout": settings.engines_sleep}
+    kept = {"train": kind.trainer_sleeps, "rollout": kind.engines_sleep}
     flags = " and ".join(f"--no-offload-{half}" for half, sleeps in kept.items() if sleeps)
     if not flags:
         return []
@@ -281,30 +262,28 @@ def hand_over_notes(settings: Settings, *, on_cpu: bool) -> list[str]:
     ]
 
 
-def _notices_of_rates(settings: Settings) -> Iterator[str]:
+def _notices_of_rates(megatron: MegatronConfig, steps: int, *, has_critic: bool) -> Iterator[str]:
     """Courses of learning rates that are longer than the run; the critic's where it has one of its own."""
-    if settings.only_evaluates or not settings.trains:
-        return
-    roles = {"": settings.megatron}
-    if settings.algorithm.needs_critic:
-        roles["the critic: "] = role_config(settings.megatron, "critic", {})
+    roles = {"": megatron}
+    if has_critic:
+        roles["the critic: "] = role_config(megatron, "critic", {})
     said: set[str] = set()
     for role, config in roles.items():
-        found = set(config.rate_notes(settings.num_rollout * settings.run.num_steps_per_rollout))
+        found = set(config.rate_notes(steps))
         yield from (f"{role}{line}" for line in sorted(found - said))
         said |= found
 
 
 def _notices_of_kind(settings: Settings) -> list[str]:
     run, lines = settings.run, []
-    if settings.is_recorded:
+    if settings.kind.is_recorded:
         unscored = "; held-out prompts are not scored" if settings.rollout.evaluation.has_eval_sets else ""
         lines.append(f"rollouts come from {run.load_debug_rollout_data}: no engines are started{unscored}")
-    if settings.megatron.ckpt_format != CKPT_FORMATS[0]:
-        written = f"what is read is detected, and {CKPT_FORMATS[0]} is written"
+    if settings.megatron.ckpt_format != "torch_dist":
+        written = "what is read is detected, and torch_dist is written"
         lines.append(f"--ckpt-format {settings.megatron.ckpt_format}: {written}")
-    if settings.rows is not None:
-        lines.append(f"--loss-type {settings.algorithm.loss_type}: --prompt-data holds {settings.rows}, no engines")
+    if (rows := settings.kind.rows) is not None:
+        lines.append(f"--loss-type {settings.algorithm.loss_type}: --prompt-data holds {rows}, no engines")
     temperature = settings.rollout.sampling.rollout_temperature
     if settings.algorithm.use_opd and settings.rollout.rewards.opd_type == "sglang" and temperature != 1:
         lines.append(
@@ -312,28 +291,28 @@ def _notices_of_kind(settings: Settings) -> list[str]:
             "so equal models differ, too (SmolLM2-135M at 0.6: by 0.34 nats a token); give 1, or --opd-type megatron, "
             "which has both at the same"
         )
-    if run.num_epoch is not None and not settings.only_evaluates:
+    if run.num_epoch is not None and not settings.kind.only_evaluates:
         lines.append(f"--num-epoch {run.num_epoch}: {counted(settings.num_rollout, 'rollout')}")
-    if settings.engines_sleep and settings.engine.sglang_config is not None:
+    if settings.kind.engines_sleep and settings.engine.sglang_config is not None:
         lines.append("engines of other models than the trained one keep their memory: only its weights are sent again")
-    if not settings.trains:
+    if not settings.kind.trains:
         lines.append("no trainers are started: the engines keep the weights of --hf-checkpoint")
-    if settings.only_evaluates or not settings.trains:
+    if not settings.kind.updates:
         lines.append("nothing is trained, and no checkpoint is written")
-    lines += idle_notes(settings)
+    lines += idle_flags(settings).notes
     return lines
 
 
-def _check_distillation(settings: Settings) -> None:
-    wanted, teacher = settings.algorithm.use_opd, settings.rollout.rewards.opd_type
-    own = settings.rollout.rewards.custom_rm_path or settings.rollout.sampling.custom_generate_function_path
+def _check_distillation(algorithm: AlgorithmConfig, rollout: RolloutConfig, megatron: MegatronConfig) -> None:
+    wanted, teacher = algorithm.use_opd, rollout.rewards.opd_type
+    own = rollout.rewards.custom_rm_path or rollout.sampling.custom_generate_function_path
     if wanted and teacher is None and own is None:
         raise ConfigError(
             "--use-opd needs the teacher's log-probs: give --opd-type sglang and --rm-url, the address of a SGLang "
             "server with the teacher, --opd-type megatron and --opd-teacher-load, its checkpoint, or a custom reward "
             "or generate function that sets sample.teacher_log_probs"
         )
-    directory = settings.megatron.opd_teacher_load
+    directory = megatron.opd_teacher_load
     if wanted and (teacher == "megatron") != (directory is not None):
         raise ConfigError(
             f"--opd-type {teacher} and --opd-teacher-load {directory}: a teacher in the trainer is --opd-type megatron "
@@ -341,9 +320,8 @@ def _check_distillation(settings: Settings) -> None:
         )
 
 
-def _check_engine_gpus(settings: Settings) -> None:
-    cluster, engine = settings.cluster, settings.engine
-    if not settings.generates:
+def _check_engine_gpus(kind: RunKind, cluster: ClusterConfig, engine: EngineConfig) -> None:
+    if not kind.generates:
         return
     if engine.rollout_external_engine_addrs:
         if cluster.rollout_num_gpus is not None or cluster.rollout_max_num_gpus is not None or cluster.colocate:
@@ -358,7 +336,7 @@ def _check_engine_gpus(settings: Settings) -> None:
             )
         return
     if cluster.rollout_max_num_gpus is not None:
-        _check_spare_gpus(settings, cluster.rollout_max_num_gpus)
+        _check_spare_gpus(cluster, engine, cluster.rollout_max_num_gpus)
     if not cluster.rollout_gpus:
         raise ConfigError("the engines have no GPUs: give --rollout-num-gpus N, or --colocate to share the trainer's")
     if engine.sglang_config is None and cluster.rollout_gpus % engine.rollout_num_gpus_per_engine:
@@ -368,14 +346,14 @@ def _check_engine_gpus(settings: Settings) -> None:
         )
 
 
-def _check_spare_gpus(settings: Settings, most: int) -> None:
+def _check_spare_gpus(cluster: ClusterConfig, engine: EngineConfig, most: int) -> None:
     """Engines can be added: to others that are alike, and next to the trainers."""
-    cluster, engine, given = settings.cluster, settings.engine, f"--rollout-max-num-gpus {most}"
+    given = f"--rollout-max-num-gpus {most}"
     if cluster.colocate:
         raise ConfigError(f"{given} adds engines where no trainer is, and --colocate has both on the same GPUs")
     if engine.sglang_config is not None or engine.prefill_num_servers is not None:
         raise ConfigError(f"{given} adds engines like the others; leave --sglang-config and --prefill-num-servers out")
-    if engine.update_weight_mode == "delta" and not engine.update_weight_receivers:
+    if engine.receives_here:
         raise ConfigError(
             f"{given}: deltas reach engines on other nodes through --update-weight-receivers alone; give them, or "
             "leave --update-weight-mode out"
@@ -387,39 +365,33 @@ def _check_spare_gpus(settings: Settings, most: int) -> None:
         )
 
 
-def check_shape(settings: Settings) -> ModelShape:
-    """The model's shape from ``--hf-checkpoint``, after the shape flags were compared with it.
+def check_shape(rollout: RolloutConfig, given: Mapping[str, Any]) -> ModelShape:
+    """The model's shape from ``--hf-checkpoint``, after the flags of it that were ``given`` were compared with it.
 
     Raises:
         ConvertError: The config cannot be read, or flags contradict it: all of them in one message.
         ConfigError: Experts are to be chosen again, and it has none.
     """
-    shape = ModelShape.from_hf_config(settings.rollout.data.hf_checkpoint)
-    check_flags(shape, settings.shape)
-    if settings.rollout.sampling.use_rollout_routing_replay and shape.num_experts is None:
+    shape = ModelShape.from_hf_config(rollout.data.hf_checkpoint)
+    check_flags(shape, given)
+    if rollout.sampling.use_rollout_routing_replay and shape.num_experts is None:
         raise ConfigError("--use-rollout-routing-replay: the model has no experts; leave it out")
     return shape
 
 
-def is_quantized(settings: Settings) -> bool:
-    """Whether engines hold quantized weights: ``--hf-checkpoint`` does."""
-    directory = Path(settings.rollout.data.hf_checkpoint)
-    return (directory / "config.json").is_file() and read_format(directory) is not None
-
-
-def check_quantized(settings: Settings, elsewhere: bool = False) -> None:
+def check_quantized(rollout: RolloutConfig, engine: EngineConfig, elsewhere: bool = False) -> None:
     """Quantized engines can take the trainer's weights again and again, and run here unless they are ``elsewhere``.
 
     Raises:
         ConfigError: They cannot.
         ConvertError: How the model is quantized is not known, or is only read.
     """
-    if not settings.generates or not is_quantized(settings):
+    directory = rollout.data.hf_checkpoint
+    if not is_quantized(directory):
         return
     from slime_convert.stored_form import StoredForm
 
-    directory = settings.rollout.data.hf_checkpoint
-    form, external = StoredForm(directory), settings.engine.rollout_external_engine_addrs
+    form, external = StoredForm(directory), engine.rollout_external_engine_addrs
     way_out = "give it in bfloat16, as slime-convert fp8-to-bf16 or int4-to-bf16 writes it"
     dense = min((name for name in form.quantized if ".experts." not in name), default=None)
     if isinstance(form.format, Int4Format) and dense is not None:
@@ -434,18 +406,18 @@ def check_quantized(settings: Settings, elsewhere: bool = False) -> None:
         )
 
 
-def check_on_cpu(settings: Settings, plan: EnginePlan | None) -> None:
+def check_on_cpu(kind: RunKind, rollout: RolloutConfig, engine: EngineConfig, plan: EnginePlan | None) -> None:
     """Engines that run here on a CPU compute what their models say, in every kind of run: all of ``plan``, or the one.
 
     Raises:
         ConfigError: A model has a part that SGLang's attention leaves out there.
     """
-    device = str(settings.engine.sglang_args.get("device") or run_device())
-    if settings.engine.rollout_external_engine_addrs or device != "cpu":
+    device = str(engine.sglang_args.get("device") or run_device())
+    if engine.rollout_external_engine_addrs or device != "cpu":
         return
-    own, sampling = settings.rollout.data.hf_checkpoint, settings.rollout.sampling
-    sets = read_eval_sets(settings.rollout)
-    limits = [sampling.rollout_max_context_len] * (not settings.only_evaluates) + [one.max_context_len for one in sets]
+    own = rollout.data.hf_checkpoint
+    limits = [one.max_context_len for one in read_eval_sets(rollout)]
+    limits += [rollout.sampling.rollout_max_context_len] * (not kind.only_evaluates)
     longest = None if None in limits else max((limit for limit in limits if limit is not None), default=None)
     others = {spec.model_path for model in plan.models for spec in model.specs} if plan is not None else set()
     lines = []
@@ -458,51 +430,17 @@ def check_on_cpu(settings: Settings, plan: EnginePlan | None) -> None:
     Problems(lines).report()
 
 
-def length_notes(settings: Settings, shape: ModelShape) -> list[str]:
+def length_notes(kind: RunKind, rollout: RolloutConfig, shape: ModelShape) -> list[str]:
     """Lines about limits that are beyond the model's own."""
-    sampling, context = settings.rollout.sampling, shape.max_position_embeddings
-    room = ModelLimits(context=context).room(1) or 0
-    given = {} if settings.only_evaluates else {"--rollout-max-response-len": sampling.rollout_max_response_len}
-    given |= {
-        f"held-out set {one.name}: max_response_len": one.max_response_len for one in read_eval_sets(settings.rollout)
-    }
+    sampling, context = rollout.sampling, shape.max_position_embeddings
+    left = ModelLimits(context=context).tokens_left(1) or 0
+    given = {} if kind.only_evaluates else {"--rollout-max-response-len": sampling.rollout_max_response_len}
+    given |= {f"held-out set {one.name}: max_response_len": one.max_response_len for one in read_eval_sets(rollout)}
     lines = [
         f"{name} {length:,} is more than the model's context of {context:,} holds: responses end there at the latest"
         for name, length in given.items()
-        if length > room
+        if length > left
     ]
     if (limit := sampling.rollout_max_context_len) is not None and limit > context:
         lines.append(f"--rollout-max-context-len {limit:,} is more than the model's context, {context:,}: that counts")
     return lines
-
-
-def engine_dtype(settings: Settings) -> str:
-    """The type that engines compute in; beside quantized weights it is always bfloat16."""
-    return "bfloat16" if settings.megatron.bf16 or is_quantized(settings) else "float32"
-
-
-def canary_limit(settings: Settings) -> float:
-    """The largest mean distance of the engines' log-probs from the trainer's after an update, in nats; 0 for none."""
-    if not (settings.generates and settings.trains):
-        return 0.0
-    if (given := settings.engine.weight_canary_limit) is not None:
-        return given
-    return 1.0 if is_quantized(settings) else CANARY_LIMITS[engine_dtype(settings)]
-
-
-def num_engines(settings: Settings) -> int:
-    """Number of SGLang servers that the run starts, unless ``--sglang-config`` says it."""
-    return settings.cluster.rollout_gpus // settings.engine.rollout_num_gpus_per_engine
-
-
-def num_spare_engines(settings: Settings) -> int:
-    """Number of those that are added once nodes have room for them."""
-    return settings.placed.spare_gpus // settings.engine.rollout_num_gpus_per_engine
-
-
-def limit_threads(settings: Settings, *, engines: int) -> Settings:
-    """Share the machine's cores among the engines, which all compute at the same time; trainer ranks do so, too."""
-    engine = settings.engine
-    if engine.engine_threads is not None or engine.rollout_external_engine_addrs:
-        return settings
-    return dataclasses.replace(settings, engine=dataclasses.replace(engine, engine_threads=own_share(engines)))

@@ -26,7 +26,7 @@ KEY = "WANDB_API_KEY"
 HOST = "https://api.wandb.ai"
 RUN_ID_FILE = "wandb_run_id"
 AXES = {"train": "train/step", "rollout": "rollout/step", "perf": "rollout/step", "passrate": "rollout/step"}
-"""What the curves of each group of metrics are drawn over; ``eval`` over ``eval/step``."""
+"""The metric that the curves of each group are drawn over; ``eval`` has ``eval/step``."""
 
 
 def hide_key(given: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a finished or a running run has written down, for what compares runs."""
+"""The files of a finished or a running run, for what compares runs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from slime_launch.errors import PreflightError
 from slime_launch.resolved import FILE_NAME as SETTINGS_FILE
 from slime_launch.step_sums import SUMS_FILE, read_sums
 from slime_launch.tracking import METRICS_FILE, Row, read_rows
-from slime_rollout.store import RolloutStore
+from slime_rollout.service import RolloutStore
 
 _PARTS = ("packages", "engine_packages", "environment")
 
 
 class WrittenRun:
-    """What one run has written down."""
+    """One run, as far as it has written itself down."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

@@ -4,6 +4,9 @@ import shutil
 
 import pytest
 
+from slime_launch.report.page import page
+from support.made_runs import make_data, make_run
+
 
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory):
@@ -25,3 +28,26 @@ def chromium(tmp_path_factory):
     driver.set_page_load_timeout(60)
     yield driver
     driver.quit()
+
+
+@pytest.fixture
+def reader(chromium):
+    from support.report_reader import Reader  # which imports selenium
+
+    return Reader(chromium)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """A page of one run."""
+    path = tmp_path_factory.mktemp("one") / "report.html"
+    path.write_text(page(make_data(make_run(samples=120))), encoding="utf-8")
+    return path.as_uri()
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    path = tmp_path_factory.mktemp("two") / "report.html"
+    runs = make_run("baseline"), make_run("faster", seed=1, samples=40)
+    path.write_text(page(make_data(*runs)), encoding="utf-8")
+    return path.as_uri()

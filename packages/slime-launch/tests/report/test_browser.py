@@ -8,116 +8,22 @@ import threading
 from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from made_runs import make_data, make_run
-
-import test_collect as collected
 from slime_launch.report.collect import report_data
 from slime_launch.report.page import page
 from slime_launch.tracking import Tracker
+from support.made_runs import TABS, make_data, make_run
+from support.run_files import keep, kept_sample, write_run
 
 pytest.importorskip("selenium", reason="selenium is not installed: pip install selenium")
-from selenium.common.exceptions import TimeoutException
 from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.support.ui import Select, WebDriverWait
 
-TABS = ("overview", "curves", "time", "samples", "data", "settings")
-SECONDS = 30
 PLANTED = (
     "</script><script>window.planted = 1</script><img src=x onerror='window.planted = 1'>"
     "<svg onload='window.planted = 1'></svg><a href='javascript:window.planted = 1'>a link</a>"
 )
-
-
-class Reader:
-    """What somebody does with an open report."""
-
-    def __init__(self, driver):
-        self.driver = driver
-        self.js = driver.execute_script
-
-    def open(self, address):
-        self.driver.get("about:blank")
-        self.driver.get_log("browser")
-        self.driver.get_log("performance")
-        self.driver.get(address)
-        self.wait(lambda: self.js("return document.body.dataset.ready") == "true")
-
-    def wait(self, what):
-        return WebDriverWait(self.driver, SECONDS, poll_frequency=0.05).until(lambda _: what())
-
-    def one(self, selector):
-        return self.wait(lambda: self.js("return document.querySelector(arguments[0])", selector))
-
-    def text(self, selector):
-        return self.js("return document.querySelector(arguments[0])?.innerText ?? ''", selector)
-
-    def shows(self, selector, words):
-        """Wait until the text is there: tables are filled in after their tab opens."""
-        try:
-            self.wait(lambda: words in self.text(selector))
-        except TimeoutException:
-            raise AssertionError(f"{words!r} is not in {self.text(selector)!r}") from None
-
-    def tab(self, name):
-        self.one(f"#tab-{name}").click()
-        self.wait(
-            lambda: self.js("return document.querySelector(arguments[0]).childElementCount > 0", f"#panel-{name}")
-        )
-        self.wait(lambda: self.one(f"#tab-{name}").get_attribute("aria-selected") == "true")
-
-    def labelled(self, words, within="body"):
-        """The control that these words name, as a screen reader finds it."""
-        return self.js(
-            """const [words, within] = arguments;
-            const name = (one) => one.getAttribute("aria-label") ?? one.labels?.[0]?.innerText ?? one.innerText;
-            return [...document.querySelector(within).querySelectorAll("input, select, button")]
-              .find((one) => name(one).trim().startsWith(words));""",
-            words, within,
-        )  # fmt: skip
-
-    def choose(self, words, text):
-        Select(self.labelled(words)).select_by_visible_text(text)
-
-    def count(self):
-        return self.text("#panel-samples [role=status]")
-
-    def problems(self):
-        """What the browser complains of, and what the page says failed."""
-        found = [row["message"] for row in self.driver.get_log("browser") if row["level"] in ("SEVERE", "WARNING")]
-        return found + [text for text in [self.text("#problem")] if text]
-
-    def requests(self):
-        """Addresses asked for since the page was opened, but for the page itself."""
-        events = (json.loads(row["message"])["message"] for row in self.driver.get_log("performance"))
-        asked = (each["params"]["request"]["url"] for each in events if each["method"] == "Network.requestWillBeSent")
-        return [each for each in asked if not each.startswith(("file:", "data:", "blob:", "about:"))]
-
-
-@pytest.fixture
-def reader(chromium):
-    return Reader(chromium)
-
-
-@pytest.fixture(scope="module")
-def one(tmp_path_factory):
-    """A page of one run."""
-    path = tmp_path_factory.mktemp("one") / "report.html"
-    path.write_text(page(make_data(make_run(samples=120))), encoding="utf-8")
-    return path.as_uri()
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    path = tmp_path_factory.mktemp("two") / "report.html"
-    runs = make_run("baseline"), make_run("faster", seed=1, samples=40)
-    path.write_text(page(make_data(*runs)), encoding="utf-8")
-    return path.as_uri()
 
 
 def test_every_tab_opens_without_a_complaint_or_a_request(reader, one):
@@ -130,7 +36,7 @@ def test_every_tab_opens_without_a_complaint_or_a_request(reader, one):
 
 def test_the_files_of_a_run_become_a_page_with_everything(reader, tmp_path):
     """What is collected has the names that the page reads: nothing is empty."""
-    run = collected.make_run(tmp_path / "run")
+    run = write_run(tmp_path / "run")
     loop = {"loop": [["generate", 100.0, 3.0], ["train", 103.0, 2.0]], "rank 0": [["optimizer", 104.0, 0.5]]}
     with (run / "metrics.jsonl").open("a") as file:
         row = {"kind": "timeline", "step": 1, "rollout_id": 1, "time": 105.0, "spans": loop}
@@ -138,7 +44,7 @@ def test_the_files_of_a_run_become_a_page_with_everything(reader, tmp_path):
     shown = {"group": 0, "trajectory": 0, "prompt": "2 + 2 =", "label": "4", "reward": 1.0, "rewards": None}
     shown |= {"status": "completed", "failure": None, "length": 2, "tokens": [" 4", "!"], "mask": None, "metadata": {}}
     computed = {"0": {"train_log_probs": [-0.5, -0.75], "advantages": [0.25, 0.25]}}
-    collected.keep(run, 0, [collected.sample(0, log_probs=[-0.5, -0.7], **shown)], computed)
+    keep(run, 0, [kept_sample(0, log_probs=[-0.5, -0.7], **shown)], computed)
     (run / "logs").mkdir()
     event = {"time": "2026-01-01T00:00:00+00:00", "engine": "engine 1", "event": "replaced", "detail": "after 3 s"}
     (run / "logs" / "engine_events.jsonl").write_text(json.dumps(event) + "\n")

@@ -1,14 +1,8 @@
-# ruff: noqa: F811  (fixtures of the other file)
 """The page in a narrow window, the colours of kinds of work, and the axes of charts, in a real browser."""
-
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from test_browser import TABS, one, reader, two  # noqa: F401
+from support.made_runs import TABS
 
 KINDS_OF_WORK = (
     *("generate", "score", "train", "send", "save", "export", "evaluate", "forward_backward", "critic", "optimizer"),

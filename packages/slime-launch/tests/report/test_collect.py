@@ -1,4 +1,3 @@
-import gzip
 import json
 import math
 import os
@@ -10,44 +9,9 @@ from slime_launch.errors import PreflightError
 from slime_launch.manifest import Manifest, write_manifest
 from slime_launch.report.collect import report_data
 from slime_launch.report.page import to_json
-from slime_launch.report.samples import MOST_BYTES, MOST_UNPACKED, read_kept
-from slime_launch.shown import MOST_TOKENS
+from slime_launch.report.samples import MOST_UNPACKED, read_kept
 from slime_launch.tracking import Tracker, read_rows
-
-SETTINGS = {
-    "num_rollout": {"value": 2, "origin": "command line"},
-    "bf16": {"value": True, "origin": "config file"},
-    "eval_prompt_data": {"value": ["held", "a file.jsonl"], "origin": "command line"},
-    "lr": {"value": 1e-6, "origin": "default"},
-}
-
-
-def make_run(directory, *, rollouts=2):
-    directory.mkdir(parents=True)
-    (directory / "settings.json").write_text(json.dumps({"settings": SETTINGS}))
-    tracker = Tracker(directory, tensorboard=False)
-    tracker.log("eval", step=0, rollout_id=0, metrics={"eval/held": 0.25, "eval/held/stderr": 0.1})
-    for number in range(rollouts):
-        tracker.log("train", step=number, rollout_id=number, metrics={"train/loss": 0.5 / (number + 1)})
-        reward = {"rollout/raw_reward": 0.5 + number / 4, "rollout/dynamic_filter/drop_all_wrong": 3.0}
-        tracker.log("rollout", step=number, rollout_id=number, metrics=reward | {"perf/odd": math.nan})
-    tracker.log("eval", step=rollouts, rollout_id=rollouts, metrics={"eval/held": 0.75, "eval/held-pass@1": 0.7})
-    tracker.close()
-    return directory
-
-
-def keep(directory, rollout, samples, computed=None):
-    (directory / "samples").mkdir(exist_ok=True)
-    name = directory / "samples" / f"rollout_{rollout:07d}"
-    name.with_suffix(".json.gz").write_bytes(gzip.compress(json.dumps(samples).encode()))
-    if computed is not None:
-        other = name.with_name(f"{name.name}-rank_1.json.gz")
-        other.write_bytes(gzip.compress(json.dumps(computed).encode()))
-
-
-def sample(index, **fields):
-    fields = {"dropped": None, "cut": None, "versions": [1, 2], "weight_version": 2} | fields
-    return {"rollout": 0, "index": index} | fields
+from support.run_files import SETTINGS, keep, kept_sample, write_run
 
 
 def manifest(ledger):
@@ -56,7 +20,7 @@ def manifest(ledger):
 
 
 def test_further_parts_of_the_reward_are_drawn(tmp_path):
-    tracker = Tracker(make_run(tmp_path / "first"), tensorboard=False)
+    tracker = Tracker(write_run(tmp_path / "first"), tensorboard=False)
     parts = {"rollout/reward/format": 0.5, "rollout/reward/too long/short": 0.25}
     tracker.log("rollout", step=2, rollout_id=2, metrics={"rollout/raw_reward": 1.0, **parts})
     held_out = {"eval/held": 0.75, "eval/held/reward/format": 0.5}
@@ -71,7 +35,7 @@ def test_further_parts_of_the_reward_are_drawn(tmp_path):
 
 
 def test_a_run_in_numbers(tmp_path):
-    [run] = report_data([make_run(tmp_path / "runs" / "first")])["runs"]
+    [run] = report_data([write_run(tmp_path / "runs" / "first")])["runs"]
     assert (run["name"], run["state"]) == ("first", "finished")
     assert (
         run["command"]
@@ -107,21 +71,21 @@ def test_a_directory_without_a_run_is_an_error(tmp_path):
     ("path", "name"), [("mine/out", "mine/out"), ("mine/outputs", "mine/outputs"), ("mine", "mine")]
 )
 def test_a_run_is_not_called_by_a_word_that_every_output_has(tmp_path, path, name):
-    [run] = report_data([make_run(tmp_path / path)])["runs"]
+    [run] = report_data([write_run(tmp_path / path)])["runs"]
     assert run["name"] == name
 
 
 def test_runs_side_by_side_have_names_of_their_own(tmp_path):
-    runs = [make_run(tmp_path / name / "run") for name in ("a", "b")]
+    runs = [write_run(tmp_path / name / "run") for name in ("a", "b")]
     assert [run["name"] for run in report_data(runs)["runs"]] == ["a/run", "b/run"]
     assert [run["name"] for run in report_data([runs[0], runs[0]])["runs"]] == [f"{runs[0]} (1)", f"{runs[0]} (2)"]
 
 
 def test_samples_get_what_the_trainer_computed_and_staleness_is_counted(tmp_path):
-    directory = make_run(tmp_path / "run")
+    directory = write_run(tmp_path / "run")
     computed = {"0": {"train_log_probs": [-1.0, -2.0], "advantages": [0.5, 0.5]}, "7": {"advantages": [9.0]}}
-    keep(directory, 0, [sample(0), sample(7, dropped="all_wrong")], computed)
-    keep(directory, 2, [sample(99)])  # of what came after a checkpoint that the run went on from
+    keep(directory, 0, [kept_sample(0), kept_sample(7, dropped="all_wrong")], computed)
+    keep(directory, 2, [kept_sample(99)])  # of what came after a checkpoint that the run went on from
     [run] = report_data([directory])["runs"]
     first, dropped = run["samples"]
     assert (first["train_log_probs"], first["advantages"]) == ([-1.0, -2.0], [0.5, 0.5])
@@ -130,7 +94,7 @@ def test_samples_get_what_the_trainer_computed_and_staleness_is_counted(tmp_path
 
 
 def test_numbers_that_are_not_finite_and_sets_with_like_names(tmp_path):
-    directory = make_run(tmp_path / "run")
+    directory = write_run(tmp_path / "run")
     tracker = Tracker(directory, iteration=2, tensorboard=False)
     nothing = {"eval/held/stderr": math.nan, "eval/held24": math.nan}
     tracker.log("eval", step=3, rollout_id=3, metrics={"eval/held": 0.5, "eval/held-b": 0.25, **nothing})
@@ -141,7 +105,7 @@ def test_numbers_that_are_not_finite_and_sets_with_like_names(tmp_path):
     }
     tracker.log("rollout", step=2, rollout_id=2, metrics=bad)
     tracker.close()
-    keep(directory, 0, [sample(0, log_probs=[math.nan])])
+    keep(directory, 0, [kept_sample(0, log_probs=[math.nan])])
     data = report_data([directory])
     held, other = data["runs"][0]["evals"][-2:]
     assert (held["set"], held["low"], held["metrics"]) == ("held", None, {"stderr": None})
@@ -150,7 +114,7 @@ def test_numbers_that_are_not_finite_and_sets_with_like_names(tmp_path):
 
 
 def test_held_out_rows_of_a_data_set_have_a_loss(tmp_path):
-    directory = make_run(tmp_path / "out")
+    directory = write_run(tmp_path / "out")
     rows = [
         {
             "kind": "eval",
@@ -173,7 +137,7 @@ def test_held_out_rows_of_a_data_set_have_a_loss(tmp_path):
 
 
 def test_the_ledger_is_that_of_the_runs_own_checkpoint_or_of_none(tmp_path, monkeypatch):
-    directory, save = make_run(tmp_path / "mine" / "out"), {"value": "save", "origin": "command line"}
+    directory, save = write_run(tmp_path / "mine" / "out"), {"value": "save", "origin": "command line"}
     (directory / "settings.json").write_text(json.dumps({"settings": SETTINGS | {"save": save}}))
     elsewhere = tmp_path / "other" / "save"
     elsewhere.mkdir(parents=True)
@@ -197,27 +161,6 @@ def test_the_ledger_is_that_of_the_runs_own_checkpoint_or_of_none(tmp_path, monk
         assert (run["ledger"]["trained"], run["ledger"]["waiting"], run["ledger"]["balances"]) == ledger
 
 
-def test_what_was_cut_out_of_a_response_is_cut_out_of_its_numbers(tmp_path):
-    values, half = list(range(MOST_TOKENS + 100)), MOST_TOKENS // 2
-    keep(tmp_path, 0, [sample(0, cut={"at": half, "left_out": 100})], {"0": {"advantages": values}})
-    [[found], total] = read_kept(tmp_path / "samples", last=0)
-    assert found["advantages"] == values[:half] + values[-half:] and total == 1
-
-
-def test_of_a_long_run_some_rollouts_are_read_and_torn_files_are_not(tmp_path):
-    noise = "".join(chr(33 + (number * 7919) % 90) for number in range(997)) * 40
-    for rollout in range(6):
-        keep(tmp_path, rollout, [sample(rollout, text=noise)])
-    size = MOST_BYTES // 2
-    for path in (tmp_path / "samples").iterdir():
-        with path.open("ab") as file:
-            file.truncate(max(size, path.stat().st_size))  # sparse; zeros after a gzip file are ignored
-    samples, total = read_kept(tmp_path / "samples", last=5)
-    assert [one["index"] for one in samples] == [0, 3] and total == 6
-    (tmp_path / "samples" / "rollout_0000003.json.gz").write_bytes(b"torn")
-    assert [one["index"] for one in read_kept(tmp_path / "samples", last=5)[0]][:1] == [0]
-
-
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "name",
@@ -226,8 +169,8 @@ def test_of_a_long_run_some_rollouts_are_read_and_torn_files_are_not(tmp_path):
 @pytest.mark.parametrize("kind", ["pipe", "link to a device"])
 def test_a_copied_run_makes_nobody_wait(tmp_path, name, kind):
     """A pipe would be waited for, and the device has no end."""
-    run = make_run(tmp_path / "run")
-    keep(run, 0, [sample(0)])
+    run = write_run(tmp_path / "run")
+    keep(run, 0, [kept_sample(0)])
     path = run / name
     path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)
@@ -241,14 +184,14 @@ def test_a_copied_run_makes_nobody_wait(tmp_path, name, kind):
 
 def test_a_copied_runs_samples_fill_no_memory(tmp_path):
     """Each of 100 files of 33 KB unpacks to 32 MiB."""
-    run = make_run(tmp_path / "run", rollouts=100)
-    keep(run, 0, [sample(0, text="x" * 2**25)])
+    run = write_run(tmp_path / "run", rollouts=100)
+    keep(run, 0, [kept_sample(0, text="x" * 2**25)])
     first = run / "samples" / "rollout_0000000.json.gz"
     for number in range(1, 100):
         os.link(first, run / "samples" / f"rollout_{number:07d}.json.gz")
     found, total = read_kept(run / "samples", last=100)
     assert len(found) == -(-MOST_UNPACKED // (2**25 + 100)) and total == 100
-    keep(run, 0, [sample(0, text="x" * MOST_UNPACKED)])
+    keep(run, 0, [kept_sample(0, text="x" * MOST_UNPACKED)])
     with pytest.raises(DataError, match=r"rollout_0000000\.json\.gz unpacks to more than 67,108,864 bytes"):
         report_data([run])
 
@@ -267,11 +210,11 @@ def test_a_copied_runs_samples_fill_no_memory(tmp_path):
         ("samples/rollout_0000000.json.gz", [{}]),
         ("samples/rollout_0000000.json.gz", 7),
         ("samples/rollout_0000000.json.gz", [1]),
-        ("samples", [sample(0, versions=["new"])]),
+        ("samples", [kept_sample(0, versions=["new"])]),
     ],
 )
 def test_what_no_run_writes_is_said_with_its_file(tmp_path, file, content):
-    run = make_run(tmp_path / "run")
+    run = write_run(tmp_path / "run")
     (run / "logs").mkdir()
     if isinstance(content, str):
         (run / file).write_text(content)
@@ -282,7 +225,7 @@ def test_what_no_run_writes_is_said_with_its_file(tmp_path, file, content):
 
 
 def test_rows_behind_one_that_cannot_be_read_are_left_out(tmp_path):
-    run = make_run(tmp_path / "run")
+    run = write_run(tmp_path / "run")
     whole = (run / "metrics.jsonl").read_bytes()
     for torn in (b"\xff\xff", b"[" * 100_000):
         (run / "metrics.jsonl").write_bytes(whole + torn + b"\n" + whole)

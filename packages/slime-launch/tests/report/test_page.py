@@ -3,19 +3,14 @@ import gzip
 import json
 import math
 import re
-import sys
 from html.parser import HTMLParser
 from importlib.resources import files
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from made_runs import make_data, make_run
-
 from slime_launch.report.page import PER_TOKEN, SCRIPTS, page, policy, split, to_json
+from support.made_runs import make_data, make_run
 
 ASSETS = files("slime_launch.report").joinpath("assets")
 PLANTED = '</script><script>window.planted = 1</script><img src=x onerror="window.planted = 1">'

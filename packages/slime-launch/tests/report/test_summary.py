@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_core.types import RolloutBatch, Sample
 from slime_launch.cli import main
 from slime_launch.flags import parse_train
 from slime_launch.report import draw_chart, make_report, report_lines, scoring_problem, write_report
@@ -243,8 +242,7 @@ def finished(flags, to_words, workspace):
     (workspace / "out").mkdir()
     tracker = Tracker(workspace / "out")
     for rollout_id in range(2):
-        sample = Sample(index=0, group_index=0, prompt="p", tokens=[1, 2], response_length=1, reward=1.0)
-        state.trained(RolloutBatch(rollout_id=rollout_id, groups=[[sample]]), rollout_id + 1)
+        state.trained(rollout_id)
         metrics = {"rollout/raw_reward": rollout_id / 2, "perf/step_time": 3.0}
         tracker.log("rollout", step=rollout_id, rollout_id=rollout_id, metrics=metrics)
     tracker.close()

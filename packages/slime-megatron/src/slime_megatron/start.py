@@ -1,9 +1,13 @@
-"""What a launcher calls: check that a run can be trained, then start a rank's worker. No torch until then."""
+"""From settings to a rank's worker, and whether the algorithm can be trained with them.
+
+Importing this imports no torch; :func:`start_worker` does, in the process that becomes a rank.
+"""
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +20,26 @@ from slime_core.hooks import HookArgs
 from slime_core.importing import without_collections, without_packages
 from slime_core.types import Rendezvous
 from slime_core.user_functions import load_function
-from slime_megatron.config import MegatronConfig, flag_name
-from slime_megatron.trainer_hooks import HOOKS, TrainerHooks
+from slime_megatron.settings.config import MegatronConfig, flag_name
+from slime_megatron.settings.overrides import role_config
+from slime_megatron.settings.trainer_hooks import HOOKS, TrainerHooks
 
 if TYPE_CHECKING:
     from slime_core.ops import AdvantageEstimator
     from slime_megatron.worker import MegatronWorker
 
 
-def check_algorithm(algorithm: AlgorithmConfig, config: MegatronConfig | None = None) -> AdvantageEstimator | None:
+def check_algorithm(
+    algorithm: AlgorithmConfig,
+    config: MegatronConfig | None = None,
+    overrides: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    only_evaluates: bool = False,
+) -> AdvantageEstimator | None:
     """Check that the trainer has what the algorithm needs. Can be asked before a run starts.
+
+    ``overrides`` are settings of ``config`` that are others for a role, by role and name. A run that
+    ``only_evaluates`` has no critic.
 
     Returns:
         The user-defined advantage function, if there is one.
@@ -33,7 +47,7 @@ def check_algorithm(algorithm: AlgorithmConfig, config: MegatronConfig | None = 
     Raises:
         ConfigError: The function cannot be used, or ``config`` has settings that the algorithm does not need or allow.
     """
-    if config is not None and (problems := list(_unused(algorithm, config))):
+    if config is not None and (problems := list(_unused(algorithm, config, overrides or {}, only_evaluates))):
         raise ConfigError("\n".join(problems))
     found = _loaded(algorithm)
     if config is not None:
@@ -53,9 +67,13 @@ FUNCTIONS: Mapping[str, tuple[str, ...] | None] = {
 """User-defined functions by the setting that names them, and the arguments that are checked."""
 
 
-def given_functions(config: Config) -> list[str]:
-    """Settings of the algorithm, or of the trainer, that name a user-defined function."""
-    return [name for name in FUNCTIONS if getattr(config, name, None) is not None]
+def given_functions(config: Config) -> dict[str, Callable[[], Any]]:
+    """The user-defined functions of the algorithm, or of the trainer: by the setting that names one, what loads it.
+
+    Loading raises `ConfigError` for one that cannot be used.
+    """
+    given = (name for name in FUNCTIONS if getattr(config, name, None) is not None)
+    return {name: functools.partial(load_given, config, name) for name in given}
 
 
 def load_given(config: Config, name: str) -> Any:
@@ -64,14 +82,22 @@ def load_given(config: Config, name: str) -> Any:
 
 
 def _loaded(config: Config) -> dict[str, Any]:
-    return {name: load_given(config, name) for name in given_functions(config)}
+    return {name: load() for name, load in given_functions(config).items()}
 
 
-def _unused(algorithm: AlgorithmConfig, config: MegatronConfig) -> Iterator[str]:
-    if config.lora is not None and algorithm.loss_type == "rm_loss":
-        yield "--lora-rank trains adapters alone, and --loss-type rm_loss a new head, too; leave one of them out"
+def _unused(
+    algorithm: AlgorithmConfig, config: MegatronConfig, overrides: Mapping[str, Mapping[str, Any]], only_evaluates: bool
+) -> Iterator[str]:
     specs = {spec.dest: spec for record in (algorithm, config) for spec in flag_specs(type(record))}
     yield from refusals(specs, flag_values(algorithm) | flag_values(config))
+    if algorithm.loss.value_head and role_config(config, "actor", overrides).lora is not None:
+        yield (
+            f"--lora-rank trains adapters alone, and --loss-type {algorithm.loss_type} a new head, too; "
+            "leave one of them out"
+        )
+    has_critic = algorithm.needs_critic and not only_evaluates
+    if has_critic and role_config(config, "critic", overrides).lora is not None:
+        yield "overrides of the role critic: lora_rank trains adapters alone, and a critic has a new head; leave it out"
 
 
 def start_worker(
@@ -109,19 +135,19 @@ def start_worker(
             weights that are older.
         weights_first: Of ``resume_from`` load the weights alone for now, which is enough to push them; the rest comes
             with ``finish_loading``, or with the first call that needs it.
-        args: What the trainer's hooks get as ``args``; the settings of ``config`` and ``algorithm`` unless given.
-        only_evaluates: Nothing is trained: there is no critic, and no gradient or optimizer takes memory.
+        args: The ``args`` of the trainer's hooks; the settings of ``config`` and ``algorithm`` unless given.
+        only_evaluates: Nothing is trained: without a critic, gradients and an optimizer.
 
     Raises:
         ConfigError: The shape or the number of ranks does not fit the parallel sizes, no reference is named, the loss
             is not available, a role is unknown, the memory does not hold the roles, or one of Megatron's arguments
             cannot be given.
-        CheckpointError: A checkpoint is missing or does not fit.
+        TrainerCheckpointError: A checkpoint is missing or does not fit.
     """
     with without_collections():
-        from slime_megatron.device import select_device
+        from slime_megatron.ranks.device import select_device
 
-    estimator = check_algorithm(algorithm, config)
+    estimator = check_algorithm(algorithm, config, overrides, only_evaluates=only_evaluates)
     device = select_device(config.trainer_threads, deterministic=config.deterministic_mode)
     with warnings.catch_warnings():
         # Megatron warns six times that it goes on without these two, as we mean it to.
@@ -129,18 +155,24 @@ def start_worker(
         # It has a use for these in its own trackers alone.
         with without_collections(), without_packages("wandb", "tensorboard"):
             from slime_megatron.worker import MegatronWorker
+            from slime_megatron.worker.setup import WorkerSetup
 
-    given = (config, algorithm, shape, rendezvous, device)
     return MegatronWorker(
-        *given,
-        estimator=estimator,
-        resume_from=resume_from,
-        overrides=overrides or {},
-        output_dir=output_dir,
-        quantized_as=quantized_as,
-        take_turns=take_turns,
-        most_behind=most_behind,
-        weights_first=weights_first,
-        hooks=TrainerHooks(_loaded(config), args or HookArgs.from_configs(config, algorithm)),
-        only_evaluates=only_evaluates,
+        WorkerSetup(
+            config=config,
+            algorithm=algorithm,
+            shape=shape,
+            rendezvous=rendezvous,
+            device=device,
+            estimator=estimator,
+            hooks=TrainerHooks(_loaded(config), args or HookArgs.from_configs(config, algorithm)),
+            resume_from=resume_from,
+            overrides=overrides or {},
+            output_dir=Path(output_dir),
+            quantized_as=quantized_as,
+            take_turns=take_turns,
+            most_behind=most_behind,
+            weights_first=weights_first,
+            only_evaluates=only_evaluates,
+        )
     )

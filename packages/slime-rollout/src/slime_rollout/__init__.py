@@ -7,42 +7,25 @@ use is found here by name when it is asked for.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from slime_rollout.engine.addresses import auth_headers, get_model_url
-    from slime_rollout.generate.custom import current
-    from slime_rollout.generate.trajectory import GenerateState, Trajectory, call_tool, generate_single, post
+    from slime_rollout.engine.addresses import auth_headers as auth_headers
+    from slime_rollout.engine.addresses import get_model_url as get_model_url
+    from slime_rollout.generate.custom import current as current
+    from slime_rollout.generate.trajectory import GenerateState as GenerateState
+    from slime_rollout.generate.trajectory import Trajectory as Trajectory
+    from slime_rollout.generate.trajectory import call_tool as call_tool
+    from slime_rollout.generate.trajectory import generate_single as generate_single
+    from slime_rollout.generate.trajectory import post as post
+else:
+    from slime_core.faces import face
 
-__all__ = [
-    "GenerateState",
-    "Trajectory",
-    "auth_headers",
-    "call_tool",
-    "current",
-    "generate_single",
-    "get_model_url",
-    "post",
-]
-
-_MODULES = {
-    "GenerateState": "generate.trajectory",
-    "Trajectory": "generate.trajectory",
-    "auth_headers": "engine.addresses",
-    "call_tool": "generate.trajectory",
-    "current": "generate.custom",
-    "generate_single": "generate.trajectory",
-    "get_model_url": "engine.addresses",
-    "post": "generate.trajectory",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"slime_rollout.{_MODULES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    __all__, __getattr__, __dir__ = face(
+        __name__,
+        {
+            "engine.addresses": "auth_headers get_model_url",
+            "generate.custom": "current",
+            "generate.trajectory": "GenerateState Trajectory call_tool generate_single post",
+        },
+    )

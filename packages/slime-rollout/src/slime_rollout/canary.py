@@ -1,4 +1,4 @@
-"""What engines make of a few fixed tokens: after an update of weights, it must be what the trainer makes of them."""
+"""Engines' log-probs of a few fixed tokens: after an update of weights they must be the trainer's."""
 
 from __future__ import annotations
 
@@ -36,23 +36,17 @@ class CanaryTokens:
     An engine computes some weights again for decoding, such as the halves of MLA's up-projection, so both ways are
     looked at. What it is made to decode has another probability there; how far two others are from each other does not
     change.
-
-    Attributes:
-        rows: Lists of tokens that are read, at least one.
-        decoded: The token that is decoded again and again after the first of them, DECODED times.
-        pair: Two tokens that may follow it each time.
     """
 
-    rows: Sequence[Sequence[int]]
-    decoded: int
-    pair: tuple[int, int]
+    rows: Sequence[Sequence[int]]  # tokens that are read, at least one list
+    decoded: int  # the token that is decoded again and again after the first list, DECODED times
+    pair: tuple[int, int]  # two tokens that may follow it each time
 
     @classmethod
     def of(cls, vocab_size: int, *, experts: int = 1, chosen: int = 1) -> CanaryTokens:
-        """Drawn from the whole vocabulary: SEQUENCES rows of LENGTH, more for a model with many experts.
+        """Rows from the whole vocabulary but its last token, SGLang's placeholder of an image; more for many experts.
 
-        With ``chosen`` of ``experts`` for each token, an expert is chosen four times on average, so that few have no
-        part. The vocabulary's last token is left out, which SGLang takes for the placeholder of an image.
+        A token goes to ``chosen`` of the ``experts``: each has four tokens on average, and nearly all have one.
         """
         dice = random.Random(_SEED)
         count = max(SEQUENCES, math.ceil(_TIMES * experts / chosen / LENGTH))
@@ -62,7 +56,7 @@ class CanaryTokens:
 
     @property
     def continuations(self) -> list[list[int]]:
-        """What follows the first row: the decoded tokens up to each time, and one of the pair."""
+        """The continuations of the first row: the decoded tokens up to each time, and one of the pair."""
         times = range(1, DECODED + 1)
         return [[*[self.decoded] * count, token] for count in times for token in self.pair]
 
@@ -90,7 +84,6 @@ def _summary(of: Callable[[list[float]], float], ours: Sequence[float], theirs: 
 
 
 def _within_pairs(values: Sequence[float]) -> list[float]:
-    """How far the tokens of each pair are from their mean."""
     return [(one - other) / 2 for one, other in zip(values[::2], values[1::2], strict=False)]
 
 
@@ -104,12 +97,10 @@ class EngineCanary:
     def __call__(self, urls: Sequence[str], tokens: CanaryTokens) -> dict[str, list[float]]:
         """Log-probs (nats) by engine, in the order of :meth:`CanaryTokens.distance`.
 
-        Engines that only prefill or only decode are left out: they answer nothing without the other kind. Those that
-        decode speculatively only read: they may decode several tokens at once.
-
-        Raises:
-            CanaryError: An engine refuses, or answers in another form. One that does not answer is logged and left out:
-                whoever watches the engines sees that, too.
+        Left out are engines that only prefill or only decode, which answer nothing without the other kind, and, with a
+        line in the log, those that do not answer: whoever watches the engines sees that, too. Those that decode
+        speculatively only read: they may decode several tokens at once. Raises `CanaryError` if an engine refuses, or
+        answers in another form.
         """
         with ThreadPoolExecutor(max(1, len(urls))) as pool:
             found = list(pool.map(lambda url: self._ask(url, tokens), urls))

@@ -89,12 +89,10 @@ def check_hooks_command(given: dict[str, Any]) -> int:
 
 
 def with_run_file(argv: Sequence[str]) -> list[str]:
-    """The words of ``check-hooks``, with the flags of its ``--config`` file that are a rollout's before them.
+    """The words of ``check-hooks``, after the flags of its ``--config`` file that are a rollout's.
 
     Those of trainers and engines have no part in this, and are named in a line. The command line wins over the file.
-
-    Raises:
-        ConfigError: The file cannot be read, has flags of a rollout in a table, or is given without its flag.
+    Raises `ConfigError` if the file cannot be read, has a rollout's flags in a table, or is given without its flag.
     """
     if argv[:1] == ["check-hooks"] and argv[1:] and argv[1].lower().endswith(ENDS):
         raise ConfigError(f"unexpected {argv[1]!r}; give a run file as {FLAG} {argv[1]}")
@@ -119,11 +117,7 @@ def with_run_file(argv: Sequence[str]) -> list[str]:
 
 
 def receive_weights(given: dict[str, Any]) -> int:
-    """``slime-rollout receive-weights``: serve until the process is ended.
-
-    Raises:
-        ConfigError: A directory or the address cannot be used.
-    """
+    """``slime-rollout receive-weights``: serve until the process is ended; a `ConfigError` if that cannot begin."""
     from slime_rollout.weights.receiver import serve
 
     serve(**given)

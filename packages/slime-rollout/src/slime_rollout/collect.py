@@ -10,9 +10,9 @@ import logging
 import time
 from collections.abc import AsyncIterator
 
-from slime_core.types import Drop, Group, Keep, Sample, Status, Verdict
+from slime_core.types import Account, Drop, Group, Keep, Sample, Status, Verdict
 from slime_rollout.config import RolloutConfig
-from slime_rollout.data import Account, Fate, SourceCalls, copied_group
+from slime_rollout.data import Fate, SourceCalls, copied_group
 from slime_rollout.errors import FAILURES, REWARD_FAILURE, GenerationError, withdraw
 from slime_rollout.filters import CustomFilter
 from slime_rollout.generate import EngineClient, GenerationContext, by_trajectory, number_parts
@@ -78,7 +78,8 @@ class Collector:
         context: GenerationContext,
         on_progress: Progress | None = None,
     ) -> None:
-        self._config = config
+        self._config, selection = config, config.selection
+        self._in_flight, self._most_tried = selection.groups_in_flight, selection.most_groups_tried
         self._calls, self._source = calls, calls.source
         self._pipeline = pipeline
         self._keep = keep
@@ -132,7 +133,7 @@ class Collector:
         return collected
 
     def account(self) -> Account:
-        """What became of all samples; those in flight are rightly out."""
+        """The fate of all samples; those in flight are rightly out."""
         in_flight = [work.handed_out for work in self._running] + [one.group for one in self._ready]
         return Account(self._source.ledger.counts, self._source.check_ledger(in_flight))
 
@@ -162,7 +163,7 @@ class Collector:
 
     @contextlib.asynccontextmanager
     async def _transaction(self) -> AsyncIterator[None]:
-        """Whatever ends the block, nothing stays in flight; an error leaves the data source as it was."""
+        """Nothing stays in flight at the end of the block; an error leaves the data source as it was."""
         with self._calls.transaction():
             try:
                 yield
@@ -192,7 +193,7 @@ class Collector:
         if self._config.selection.partial_rollout:
             await self._cut_off()
         groups, error = [one.group for one in self._ready] + self._unfinished, self._error
-        groups += [_what_is_whole(work) for work in await self.stop()]
+        groups += [_to_give_back(work) for work in await self.stop()]
         if error is not None:
             raise error
         groups.sort(key=lambda group: group[0].group_index)
@@ -211,17 +212,17 @@ class Collector:
             self._fail(error)
 
     def _wanted(self) -> list[Group]:
-        """As many groups of the data source as there is room for."""
+        """As many groups of the data source as may be started now."""
         have, wanted = len(self._ready) + len(self._running), self._config.selection.rollout_batch_size
         if self._config.selection.async_buffer_size is not None:
-            room = wanted * self._rollouts_ahead() - have
+            free = wanted * self._rollouts_ahead() - have
         else:
-            room = self._config.selection.groups_in_flight - have if have < wanted else 0
-        left = self._config.selection.most_groups_tried - self._started
-        if room <= 0 or self._error is not None:
+            free = self._in_flight - have if have < wanted else 0
+        left = self._most_tried - self._started
+        if free <= 0 or self._error is not None:
             return []
         if left > 0:
-            return self._calls.get_samples(min(room, left))
+            return self._calls.get_samples(min(free, left))
         if have < wanted:
             self._fail(self._too_many())
         return []
@@ -311,7 +312,7 @@ class Collector:
             return
         # The rollout is complete without it, and a hook may fail because a response was cut off.
         logger.warning("group %d failed while it was stopped: %s", number, error)
-        self._unfinished.append(_what_is_whole(work))
+        self._unfinished.append(_to_give_back(work))
 
     def _take(self, work: _Work, verdict: Verdict | None) -> None:
         ledger, kept = self._source.ledger, {sample.trajectory for sample in work.group}
@@ -355,7 +356,7 @@ class Collector:
         self._source.ledger.replace_out([group])
         if self._context.stop.is_set():
             self._unfinished.append(group)
-        elif self._started < self._config.selection.most_groups_tried:
+        elif self._started < self._most_tried:
             self._start([group])
         else:
             self._fail(self._too_many())
@@ -383,7 +384,7 @@ class Collector:
         self._changed.set()
 
 
-def _what_is_whole(work: _Work) -> Group:
+def _to_give_back(work: _Work) -> Group:
     """The finished trajectories of a group that was stopped, and the others as they were handed out.
 
     It shares nothing with samples that a hook which was left behind may still write to.

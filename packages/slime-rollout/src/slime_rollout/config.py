@@ -1,4 +1,4 @@
-"""What to generate and how it is scored: frozen records by concern, checked when built. Nothing here imports torch."""
+"""Settings of prompts, sampling and rewards: frozen records, checked when built. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from slime_core.algorithms import loss_that
 from slime_core.errors import ConfigError
 from slime_core.flags import Config, flag
 from slime_core.needs import GENERATES, LAGS, ROLLOUTS, SAMPLES, UPDATES, given
-from slime_rollout.hook_config import CALLED, HELD_OUT, TIMED_HOOKS, HookConfig, any_given
-from slime_rollout.reward_config import (
-    RewardConfig,
-    json_object,
-)
+from slime_rollout.hook_config import CALLED, HELD_OUT, TIMED_HOOKS, HookConfig, any_given, function_flag, time_limit
+from slime_rollout.reward_config import RewardConfig, json_object
 
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 BUILT_IN_ROLLOUTS = ("slime.rollout.sglang_rollout.generate_rollout", SFT_ROLLOUT)
-"""What the upstream system calls its rollout functions; their work is built in here."""
+"""The upstream system's names of rollout functions whose work is built in here."""
 LOSS_MASKS = ("qwen", "qwen3", "qwen3_5", "distill_qwen")
-PAIRS = given("loss_type", "dpo_loss", "rm_loss")
+PAIRS = loss_that(lambda row: row.on_pairs)
 DROPS = any_given(
     *("dynamic_sampling_filter_path", "async_buffer_size", "max_weight_staleness", "custom_generate_function_path")
 ) | given("rm_on_failure", "replace")
-"""What may leave a group out of a rollout, or start more groups than it is made of."""
+"""Settings that may leave a group out of a rollout, or start more groups than it is made of."""
 SAMPLED_SETS = (GENERATES, *HELD_OUT)
 # What rendering a prompt decides itself.
 _OWN_TEMPLATE_ARGUMENTS = {"conversation", "tools", "tokenize", "return_dict", "return_tensors"}
@@ -60,17 +58,11 @@ class DataConfig(Config, needs=()):
     )
     metadata_key: str = flag("metadata", help="field of a row's further values, handed to reward functions")
     tool_key: str = flag("tools", help="field of a row's tools, handed to the chat template and kept in its metadata")
-    data_source_path: str | None = flag(
-        None,
-        help="custom source of prompts: a class derived from slime_rollout.data.RolloutDataSource",
-        metavar="PATH",
-        needs=GENERATES,
+    data_source_path: str | None = function_flag(
+        "custom source of prompts: a class derived from slime_rollout.data.RolloutDataSource", needs=GENERATES
     )
-    buffer_filter_path: str | None = flag(
-        None,
-        help="custom function (args, buffer, num_samples) that chooses from the buffer",
-        metavar="PATH",
-        needs=(GENERATES, ROLLOUTS),
+    buffer_filter_path: str | None = function_flag(
+        "custom function (args, buffer, num_samples) that chooses from the buffer", needs=(GENERATES, ROLLOUTS)
     )
     apply_chat_template: bool = flag(False, help="render prompts with the tokenizer's chat template")
     apply_chat_template_kwargs: str = flag(
@@ -86,14 +78,14 @@ class DataConfig(Config, needs=()):
         choices=LOSS_MASKS,
         help="turns of a conversation that are trained on: all of the assistant's, found from any chat template "
         "(unset, qwen, qwen3, qwen3_5), or its last alone (distill_qwen)",
-        needs=given("loss_type", "sft_loss") | given("rollout_function_path", SFT_ROLLOUT),
+        needs=loss_that(lambda row: row.trains_on == "conversations") | given("rollout_function_path", SFT_ROLLOUT),
     )
     allow_left_out: bool = flag(
         False,
         help="train on conversations or pairs though the chat template leaves out calls, thinking or words of the "
         "turns that are trained on",
         may_change=True,
-        needs=given("loss_type", "sft_loss", "dpo_loss", "rm_loss") | given("rollout_function_path", SFT_ROLLOUT),
+        needs=loss_that(lambda row: row.on_data) | given("rollout_function_path", SFT_ROLLOUT),
     )
     on_bad_data: str = flag(
         "error", choices=("error", "skip"), help="for invalid rows: stop, or count, log and skip them", may_change=True
@@ -211,33 +203,19 @@ class SamplingConfig(Config, needs=GENERATES):
     rollout_concurrency: int = flag(
         512, help="most requests in flight at once", unit="requests", least=1, may_change=True
     )
-    rollout_request_timeout: float = flag(
-        1800.0, help="time limit of one request with all its retries", unit="seconds", above=0, may_change=True
+    rollout_request_timeout: float = time_limit(1800.0, "time limit of one request with all its retries")
+    custom_generate_function_path: str | None = function_flag(
+        "custom generate function, such as an agent with tools: pkg.mod.fn, file.py:fn or file.py"
     )
-    custom_generate_function_path: str | None = flag(
-        None,
-        help="custom generate function, such as an agent with tools: pkg.mod.fn, file.py:fn or file.py",
-        metavar="PATH",
-    )
-    rollout_function_path: str | None = flag(
-        None,
-        help="function (args, rollout_id, data_source, evaluation=) that makes whole rollouts in place of slime's own",
-        metavar="PATH",
+    rollout_function_path: str | None = function_flag(
+        "function (args, rollout_id, data_source, evaluation=) that makes whole rollouts in place of slime's own",
         needs=(),
     )
-    eval_function_path: str | None = flag(
-        None,
-        help="the same for evaluations; else --rollout-function-path makes them, too",
-        metavar="PATH",
-        needs=HELD_OUT,
+    eval_function_path: str | None = function_flag(
+        "the same for evaluations; else --rollout-function-path makes them, too", needs=HELD_OUT
     )
-    custom_generate_timeout: float = flag(
-        3600.0,
-        help="time limit of one call of such a function",
-        unit="seconds",
-        above=0,
-        may_change=True,
-        needs=(GENERATES, CALLED),
+    custom_generate_timeout: float = time_limit(
+        3600.0, "time limit of one call of such a function", needs=(GENERATES, CALLED)
     )
     max_turns: int = flag(
         10,
@@ -284,12 +262,10 @@ class SelectionConfig(Config, needs=GENERATES):
         least=1,
         needs=(GENERATES, ROLLOUTS),
     )
-    dynamic_sampling_filter_path: str | None = flag(
-        None,
-        help="function (args, group) that decides which scored groups are trained on, such as "
+    dynamic_sampling_filter_path: str | None = function_flag(
+        "function (args, group) that decides which scored groups are trained on, such as "
         "slime_rollout.filters.check_reward_nonzero_std; others are generated for those that are not, with "
         "check_reward_nonzero_std_with_fallback only what is in flight",
-        metavar="PATH",
         needs=(GENERATES, ROLLOUTS),
     )
     dynamic_sampling_max_prompts: int | None = flag(
@@ -326,14 +302,7 @@ class SelectionConfig(Config, needs=GENERATES):
         least=1,
         needs=(GENERATES, UPDATES),
     )
-    hook_timeout: float = flag(
-        300.0,
-        help="time limit of a call of a custom filter or data source",
-        unit="seconds",
-        above=0,
-        may_change=True,
-        needs=TIMED_HOOKS,
-    )
+    hook_timeout: float = time_limit(300.0, "time limit of a call of a custom filter or data source", needs=TIMED_HOOKS)
 
     @property
     def groups_in_flight(self) -> int:
@@ -381,25 +350,21 @@ class SelectionConfig(Config, needs=GENERATES):
 def _as_in_rollouts(what: str, **more: Any) -> Any:
     """A flag of evaluation that by default has the value of the rollouts' flag. Upstream's scripts leave such flags in
     where they evaluate nothing, and nothing is lost."""
-    return flag(None, help=f"for evaluation: {what}; else as in rollouts", may_change=True, harmless=True, **more)
+    return flag(None, help=f"for evaluation: {what}; else as in rollouts", harmless=True, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig(Config, needs=HELD_OUT):
+class EvalConfig(Config, needs=HELD_OUT, may_change=True):
     """Held-out prompts, and how their sampling differs from that of rollouts."""
 
     eval_prompt_data: tuple[str, ...] = flag(
-        (), help="held-out sets: NAME PATH [NAME PATH …]; a single PATH is called `eval`", may_change=True, needs=()
+        (), help="held-out sets: NAME PATH [NAME PATH …]; a single PATH is called `eval`", needs=()
     )
     eval_config: str | None = flag(
-        None,
-        help="YAML file that names held-out sets, each with settings of its own",
-        metavar="FILE",
-        may_change=True,
-        needs=(),
+        None, help="YAML file that names held-out sets, each with settings of its own", metavar="FILE", needs=()
     )
     n_samples_per_eval_prompt: int = flag(
-        1, help="samples of each held-out prompt", unit="samples", least=1, may_change=True, harmless=True
+        1, help="samples of each held-out prompt", unit="samples", least=1, harmless=True
     )
     eval_temperature: float | None = _as_in_rollouts(
         "temperature, 0 for greedy", least=0, advice="0 is greedy", needs=SAMPLED_SETS
@@ -412,12 +377,7 @@ class EvalConfig(Config, needs=HELD_OUT):
     eval_max_context_len: int | None = _as_in_rollouts("longest prompt and response together", unit="tokens", least=1)
     eval_max_prompt_len: int | None = _as_in_rollouts("leave out longer prompts", unit="tokens", least=1)
     eval_min_new_tokens: int | None = flag(
-        None,
-        help="shortest response of evaluation; else no limit",
-        unit="tokens",
-        least=0,
-        may_change=True,
-        needs=SAMPLED_SETS,
+        None, help="shortest response of evaluation; else no limit", unit="tokens", least=0, needs=SAMPLED_SETS
     )
     eval_input_key: str | None = _as_in_rollouts("field of the prompt")
     eval_label_key: str | None = _as_in_rollouts("field of the answer")

@@ -6,24 +6,31 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from slime_core.errors import ConfigError, SlimeError
 from slime_core.metrics import length_metrics
-from slime_core.types import Group, RolloutBatch, Status
+from slime_core.types import Account, Group, Progress, RolloutBatch, Status
 from slime_rollout.config import RolloutConfig
-from slime_rollout.data.files import PromptFile
-from slime_rollout.data.ledger import Account, Fate
-from slime_rollout.data.offline import PreferenceFields, SftFields, read_preferences, read_sft
-from slime_rollout.eval_sets import read_eval_sets
-from slime_rollout.generation_service import Progress
+from slime_rollout.data.chat import load_tokenizer
+from slime_rollout.data.chat_mask import ChatEncoder, EncodedChat
+from slime_rollout.data.dataset import Dataset
+from slime_rollout.data.files import PromptFile, RawRow
+from slime_rollout.data.ledger import Fate
+from slime_rollout.data.offline import (
+    PreferenceDataset,
+    PreferenceEncoder,
+    PreferenceFields,
+    SftDataset,
+    SftFields,
+    encode_conversation,
+    encode_pair,
+    read_preferences,
+    read_sft,
+)
+from slime_rollout.data.source import RolloutDataSource
+from slime_rollout.eval_sets import data_files, read_eval_sets
 from slime_rollout.limits import ModelLimits
-
-if TYPE_CHECKING:  # slow to import, and the launcher only names the settings
-    from slime_rollout.data.chat_mask import EncodedChat
-    from slime_rollout.data.dataset import Dataset
-    from slime_rollout.data.files import RawRow
-    from slime_rollout.data.source import RolloutDataSource
 
 Rows = Literal["conversations", "pairs"]
 
@@ -53,14 +60,9 @@ class DataService:
     def start(self) -> list[str]:
         """Read, check and tokenize everything; returns what was left out or cut, a line each.
 
-        Raises:
-            ConfigError: The tokenizer cannot be used.
-            DataError: A file is invalid, or none of its rows can be trained on.
+        Raises `ConfigError` if the tokenizer cannot be used, `DataError` if a file is invalid or has nothing to train
+        on.
         """
-        from slime_rollout.data import load_tokenizer
-        from slime_rollout.data.dataset import Dataset
-        from slime_rollout.data.source import RolloutDataSource
-
         config = self._spec.rollout
         self._progress = Progress(note="reading the data")
         tokenizer = load_tokenizer(config.data.hf_checkpoint, trust_remote_code=config.data.trust_remote_code)
@@ -102,7 +104,7 @@ class DataService:
         return {name: RolloutBatch(rollout_id=iteration, groups=groups) for name, groups in self._held_out.items()}
 
     def account(self) -> Account:
-        """What became of all rows so far."""
+        """The fate of all rows so far."""
         return Account(self._started.ledger.counts, self._started.check_ledger())
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,7 +119,7 @@ class DataService:
         """Nothing takes long."""
 
     def progress(self) -> Progress:
-        """What it does."""
+        """The present step."""
         return self._progress
 
     def close(self) -> None:
@@ -134,32 +136,20 @@ class DataService:
         return self._source
 
     def _load(self, path: str, config: RolloutConfig, tokenizer: Any) -> Dataset[Any]:
-        from slime_rollout.data.offline import PreferenceDataset, SftDataset
-
         encoder, how = _encoding(config, self._spec.rows, self._spec.max_length, tokenizer)
         kind = PreferenceDataset if self._spec.rows == "pairs" else SftDataset
         return kind.load(path, encoder, on_bad_data=config.data.on_bad_data, **how)
 
 
 def encode_row(raw: RawRow, spec: DataSpec, tokenizer: Any) -> list[EncodedChat]:
-    """The samples of a row of ``--prompt-data``: a conversation, or a chosen and a rejected response.
-
-    Raises:
-        ConfigError: The tokenizer cannot be used.
-        DataError: The row is bad.
-    """
-    from slime_rollout.data.offline import encode_conversation, encode_pair
-
+    """The samples of a row of ``--prompt-data``; a `DataError` if it is bad, a `ConfigError` if the tokenizer is."""
     encoder, how = _encoding(spec.rollout, spec.rows, spec.max_length, tokenizer)
     encode: Any = encode_pair if spec.rows == "pairs" else encode_conversation
     return list(encode(raw, encoder, **how)[1:])
 
 
 def _encoding(config: RolloutConfig, rows: Rows, max_length: int | None, tokenizer: Any) -> tuple[Any, dict[str, Any]]:
-    """What turns rows into tokens, and how it reads them."""
-    from slime_rollout.data.chat_mask import ChatEncoder
-    from slime_rollout.data.offline import PreferenceEncoder
-
+    """The encoder of rows, and its settings."""
     chat, how = None, {"max_length": max_length, "limits": ModelLimits.of(config.data.hf_checkpoint)}
     if tokenizer.chat_template or rows == "conversations":
         chat = ChatEncoder(tokenizer, template_kwargs=config.data.chat_template_kwargs)
@@ -183,26 +173,21 @@ def row_metrics(groups: Sequence[Group]) -> dict[str, float]:
 def check_rows(config: RolloutConfig, rows: Rows) -> dict[str, int]:
     """Read every file that a run on a data set will read and check its rows, without a tokenizer.
 
-    Returns usable rows per path as given: those that are trained on, then the held-out sets.
-
-    Raises:
-        ConfigError: The rows cannot be streamed.
-        DataError: A file is missing or breaks the format: a conversation without an assistant's message, a pair without
-            one of its responses, or with two that are the same.
+    Returns usable rows per path as given: those that are trained on, then the held-out sets. Raises `ConfigError` if
+    rows cannot be streamed, `DataError` if a file is missing or breaks the format: a conversation without an
+    assistant's message, a pair without one of its responses, or with two that are the same.
     """
     if config.data.streaming_data:
         raise ConfigError("--streaming-data reads prompts; rows that are trained on are read whole: leave it out")
-    counts = {path: _count_usable(path, config, rows) for path in config.data.prompt_paths}
-    for held_out in read_eval_sets(config):
-        with held_out.named():
-            counts[held_out.path] = _count_usable(held_out.path, held_out.config, rows)
+    counts = {}
+    for path, own, named in data_files(config):
+        with named:
+            if rows == "pairs":
+                found = len(read_preferences(path, PreferenceFields.of(own), on_bad_data=own.data.on_bad_data))
+            else:
+                found = len(read_sft(path, SftFields.of(own), on_bad_data=own.data.on_bad_data))
+            counts[path] = found
     return counts
-
-
-def _count_usable(path: str, config: RolloutConfig, rows: Rows) -> int:
-    if rows == "pairs":
-        return len(read_preferences(path, PreferenceFields.of(config), on_bad_data=config.data.on_bad_data))
-    return len(read_sft(path, SftFields.of(config), on_bad_data=config.data.on_bad_data))
 
 
 def count_rows(paths: Sequence[str]) -> int:

@@ -29,6 +29,10 @@ class GenerationError(SlimeError):
     """An engine refused a request, did not answer in time, or its answer is invalid."""
 
 
+class BatchError(SlimeError):
+    """A batch cannot be trained on: its tokens are of other weights, a reward is missing, or the disk is full."""
+
+
 class RewardError(SlimeError):
     """A reward function raised, took too long, or returned something other than a reward."""
 
@@ -38,10 +42,7 @@ class HookTimeoutError(SlimeError):
 
 
 class VerifierError(RewardError):
-    """A scorer gave some samples no score: it raised, hung, crashed, or returned no number.
-
-    It costs these samples their reward, not the run.
-    """
+    """A scorer raised, hung, crashed or returned no number. It costs these samples their reward, not the run."""
 
 
 class UnreadableResponseError(VerifierError):
@@ -132,11 +133,7 @@ class Tolerance:
         return scored
 
     def settle(self, samples: Sequence[Sample], outcomes: Sequence[Outcome]) -> list[RewardValue]:
-        """The rewards of the samples of one call; failures are noted in the samples' metadata.
-
-        Raises:
-            RewardError: The limit is reached, or with ``strict`` a sample was not scored.
-        """
+        """The rewards of one call's samples, which note failures; a `RewardError` at the limit, or if ``strict``."""
         errors = [outcome for outcome in outcomes if isinstance(outcome, VerifierError)]
         if errors and self._strict:
             raise errors[0]

@@ -150,6 +150,15 @@ def read_eval_sets(config: RolloutConfig) -> tuple[EvalSet, ...]:
     return tuple(sets)
 
 
+def data_files(config: RolloutConfig) -> Iterator[tuple[str, RolloutConfig, contextlib.AbstractContextManager[None]]]:
+    """The files that a run reads, those that are trained on first, each with its settings, and a block to work in.
+
+    Errors in the block of a held-out set name it. Held-out sets are read after the other files.
+    """
+    yield from ((path, config, contextlib.nullcontext()) for path in config.data.prompt_paths)
+    yield from ((one.path, one.config, one.named()) for one in read_eval_sets(config))
+
+
 def _pairs(config: RolloutConfig) -> list[tuple[str, str]]:
     """Names and paths of ``--eval-prompt-data``."""
     given = config.evaluation.eval_prompt_data
@@ -206,7 +215,7 @@ def _renamed(message: str, names: Mapping[str, str]) -> str:
 
 
 class EvalFile(NamedTuple):
-    """What the file of ``--eval-config`` says: settings of all sets, and those of each, its name and path included."""
+    """The file of ``--eval-config``: settings of all sets, and those of each, its name and path included."""
 
     defaults: dict[str, Any]
     sets: list[dict[str, Any]]

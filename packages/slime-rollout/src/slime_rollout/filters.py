@@ -48,11 +48,7 @@ def check_reward_nonzero_std_with_fallback(args: HookArgs, group: Group) -> Verd
 
 
 class CustomFilter:
-    """A custom function ``(args, group)`` that decides whether a group is trained on.
-
-    Raises:
-        ConfigError: It cannot be loaded, does not take ``(args, group)``, or is ``async``.
-    """
+    """A custom function ``(args, group)`` that decides whether a group is trained on; a `ConfigError` if it is none."""
 
     def __init__(self, path: str, hook_args: HookArgs, *, time_limit: float) -> None:
         self._name, self._args, self._limit = f"{FLAG} {path}", hook_args, time_limit

@@ -5,11 +5,22 @@ from __future__ import annotations
 import functools
 import operator
 from dataclasses import dataclass
+from typing import Any
 
 from slime_core.flags import Config, flag
 from slime_core.needs import GENERATES, ROLLOUTS, SAMPLES, SCORES, TRAINS, Need, given
 
 HELD_OUT = (SCORES, given("eval_prompt_data") | given("eval_config"))
+
+
+def function_flag(help: str, default: tuple[str, ...] | None = None, **more: Any) -> Any:
+    """A flag whose value is the path of a user-defined function or class."""
+    return flag(default, help=help, metavar="PATH", **more)
+
+
+def time_limit(default: float | None, help: str, **more: Any) -> Any:
+    """A flag of seconds above 0; another value may be given when a run goes on."""
+    return flag(default, help=help, unit="seconds", above=0, may_change=True, **more)
 
 
 def any_given(*names: str) -> Need:
@@ -42,44 +53,30 @@ class HookConfig(Config, needs=GENERATES):
         metavar="FILE",
         needs=HOOKS,
     )
-    rollout_sample_hook_path: tuple[str, ...] = flag(
-        (),
-        help="functions (args, sample, rollout_id=, evaluation=) that see each sample before it is scored",
-        metavar="PATH",
+    rollout_sample_hook_path: tuple[str, ...] = function_flag(
+        "functions (args, sample, rollout_id=, evaluation=) that see each sample before it is scored", ()
     )
-    rollout_sample_filter_path: str | None = flag(
-        None,
-        help="function (args, groups) that marks samples of a rollout with remove_sample: not trained on",
-        metavar="PATH",
+    rollout_sample_filter_path: str | None = function_flag(
+        "function (args, groups) that marks samples of a rollout with remove_sample: not trained on"
     )
-    rollout_all_samples_process_path: str | None = flag(
-        None,
-        help="function (args, all_groups, get_samples) that sees all scored groups, those that were dropped too",
-        metavar="PATH",
+    rollout_all_samples_process_path: str | None = function_flag(
+        "function (args, all_groups, get_samples) that sees all scored groups, those that were dropped too"
     )
-    custom_reward_post_process_path: str | None = flag(
-        None,
-        help="function (args, samples) to raw rewards and rewards, in place of the estimator's normalization",
-        metavar="PATH",
+    custom_reward_post_process_path: str | None = function_flag(
+        "function (args, samples) to raw rewards and rewards, in place of the estimator's normalization",
         needs=(SAMPLES, ROLLOUTS),
     )
-    rollout_data_postprocess_path: str | None = flag(
-        None,
-        help="function (args, rollout_id, rollout_data) that changes what is trained on, before it is split over ranks",
-        metavar="PATH",
+    rollout_data_postprocess_path: str | None = function_flag(
+        "function (args, rollout_id, rollout_data) that changes what is trained on, before it is split over ranks",
         needs=TRAINS,
     )
-    custom_rollout_log_function_path: str | None = flag(
-        None,
-        help="function (rollout_id, args, samples, extra_metrics, rollout_time); true leaves out the usual metrics",
-        metavar="PATH",
+    custom_rollout_log_function_path: str | None = function_flag(
+        "function (rollout_id, args, samples, extra_metrics, rollout_time); true leaves out the usual metrics",
         may_change=True,
         needs=(GENERATES, ROLLOUTS),
     )
-    custom_eval_rollout_log_function_path: str | None = flag(
-        None,
-        help="function (rollout_id, args, data, extra_metrics); true leaves out the usual metrics of an evaluation",
-        metavar="PATH",
+    custom_eval_rollout_log_function_path: str | None = function_flag(
+        "function (rollout_id, args, data, extra_metrics); true leaves out the usual metrics of an evaluation",
         may_change=True,
         needs=HELD_OUT,
     )

@@ -41,7 +41,7 @@ ATTEMPTS = 4
 MOST_BYTES = 64 * 2**20
 """Largest answer, unpacked, where a request says nothing else."""
 INCOMPLETE = "incomplete"
-"""What engines are told to call their weights while an update is unfinished: no sample of them counts."""
+"""The version of engines' weights while an update is unfinished: no sample of them counts."""
 
 _LONGEST_DELAY = RETRY_DELAYS[-1]
 _JITTER = 0.25
@@ -86,7 +86,7 @@ class _Asked:
 
 
 ASKED = _Asked()
-"""What the process's requests wait for: whoever looks for the cause of a stall asks it."""
+"""Servers that the process's requests wait for: whoever looks for the cause of a stall asks it."""
 
 
 class HttpError(SlimeError):
@@ -182,9 +182,7 @@ def key_headers(key: str | None) -> dict[str, str]:
 def make_session(timeout: float | None = None, *, key: str | None = None) -> aiohttp.ClientSession:
     """A session for the running event loop; without ``timeout``, in seconds, only connecting is limited.
 
-    ``key`` is sent with every request; see :func:`key_headers`.
-
-    Proxies of the environment are ignored: they do not know our loopback.
+    ``key`` is for :func:`key_headers`. Proxies of the environment are ignored: they do not know our loopback.
     """
     import aiohttp
 

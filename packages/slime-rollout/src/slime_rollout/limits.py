@@ -1,4 +1,4 @@
-"""What a model can take: which token ids, and how many of them. Read from its config; nothing here imports torch."""
+"""A model's limits, read from its config: token ids, and how many of them. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from slime_core.errors import DataError
 from slime_core.files import read_json
+from slime_core.former_names import former_attribute
 
 RESERVED = 7
 """Tokens of a context that SGLang 0.5.23 keeps free behind a prompt: it refuses one that leaves fewer."""
@@ -19,24 +20,16 @@ _UNUSED = 2  # of those, what a response does not get either
 
 @dataclass(frozen=True, kw_only=True)
 class ModelLimits:
-    """The limits of a model; ``None`` for one that its config does not say.
+    """The limits of a model; ``None`` for one that its config does not say."""
 
-    Attributes:
-        vocab_size: Token ids are 0 or more, and below.
-        context: Most tokens of a prompt and its response.
-    """
-
-    vocab_size: int | None = None
-    context: int | None = None
+    vocab_size: int | None = None  # token ids are 0 or more, and below
+    context: int | None = None  # most tokens of a prompt and its response
 
     @classmethod
     def of(cls, hf_checkpoint: str) -> ModelLimits:
         """Those that ``config.json`` of a Hugging Face directory says."""
-        try:
-            config = read_json(Path(hf_checkpoint) / "config.json")
-        except (OSError, ValueError, DataError):
-            return cls()
-        return cls(vocab_size=_number(config, "vocab_size"), context=_number(config, "max_position_embeddings"))
+        parts = _config_parts(hf_checkpoint)
+        return cls(vocab_size=_number(parts, "vocab_size"), context=_number(parts, "max_position_embeddings"))
 
     def longest_prompt(self, max_context: int | None = None) -> int | None:
         """Tokens of the longest prompt that an engine answers; ``max_context`` is the user's own limit of both."""
@@ -44,14 +37,16 @@ class ModelLimits:
         found += [] if max_context is None else [max_context - 1]
         return max(min(found), 0) if found else None
 
-    def room(self, length: int) -> int | None:
+    room = former_attribute("room", "tokens_left")
+
+    def tokens_left(self, length: int) -> int | None:
         """Tokens that an engine adds to so many at most, 0 where it refuses them; ``None`` if that is unknown."""
         if self.context is None:
             return None
         return self.context - _UNUSED - length if length <= self.context - RESERVED else 0
 
     def token_problem(self, tokens: Sequence[int], tokenizer: Any = None) -> str | None:
-        """What is wrong with token ids: the first that the model does not have, with the text that the tokenizer has.
+        """The first of the token ids that the model does not have, as a message with the tokenizer's text of it.
 
         Ids between the vocabulary and its padded size are none, too: nothing trained their rows.
         """
@@ -61,7 +56,7 @@ class ModelLimits:
         return f"token {_named(token, tokenizer)} is outside the model's vocabulary of {self.vocab_size}; {_ADVICE}"
 
     def length_problem(self, length: int) -> str | None:
-        """What is wrong with a prompt and its response of so many tokens."""
+        """A message about a prompt and response of too many tokens together."""
         if self.context is None or length <= self.context:
             return None
         return f"{length} tokens with the prompt are more than the model's context of {self.context}"
@@ -102,26 +97,27 @@ def stop_problem(text: str, tokenizer: Any) -> str | None:
     return f"the stop text {text!r} ends no response: no tokens of the model's tokenizer are that text"
 
 
-def _number(config: Any, name: str) -> int | None:
-    """A number of a config, or of the part of it about text."""
-    for part in (config, config.get("text_config") if isinstance(config, dict) else None):
-        value = part.get(name) if isinstance(part, dict) else None
-        if isinstance(value, int) and value > 0:
-            return value
-    return None
-
-
-def wrong_on_cpu(hf_checkpoint: str, longest: int | None = None) -> str | None:
-    """What SGLang's attention on a CPU leaves out of a model, which then answers as another one; ``None`` for nothing.
-
-    A window as long as the ``longest`` prompt and response leaves nothing out.
-    """
+def _config_parts(hf_checkpoint: str) -> list[dict[str, Any]]:
+    """The config of a model, and the part of it about text; none if it cannot be read."""
     try:
         config = read_json(Path(hf_checkpoint) / "config.json")
     except (OSError, ValueError, DataError):
-        return None
+        return []
     nested = config.get("text_config") if isinstance(config, dict) else None
-    parts = [part for part in (config, nested) if isinstance(part, dict)]
+    return [part for part in (config, nested) if isinstance(part, dict)]
+
+
+def _number(parts: list[dict[str, Any]], name: str) -> int | None:
+    found = (part.get(name) for part in parts)
+    return next((value for value in found if isinstance(value, int) and value > 0), None)
+
+
+def wrong_on_cpu(hf_checkpoint: str, longest: int | None = None) -> str | None:
+    """The part of a model that SGLang's attention on a CPU leaves out, so that it answers as another one; or ``None``.
+
+    A window as long as the ``longest`` prompt and response leaves nothing out.
+    """
+    parts = _config_parts(hf_checkpoint)
     if any(part.get("model_type") == "gpt_oss" for part in parts):
         return "attention sinks, which gpt-oss has in every layer"
     for part in parts:
@@ -129,7 +125,7 @@ def wrong_on_cpu(hf_checkpoint: str, longest: int | None = None) -> str | None:
         slides = part.get("use_sliding_window", True) and "sliding_attention" in part.get(
             "layer_types", ["sliding_attention"]
         )
-        context = min(found for found in (longest, _number(config, "max_position_embeddings"), 2**62) if found)
+        context = min(found for found in (longest, _number(parts, "max_position_embeddings"), 2**62) if found)
         if isinstance(window, int) and slides and window < context:
             return f"the window of {window} tokens that layers attend to, with up to {context} tokens in a context"
     return None

@@ -26,7 +26,7 @@ from slime_rollout.data.dataset import RowEncoder, all_too_long, longest_prompt
 from slime_rollout.data.files import PromptFile, split_slice
 from slime_rollout.data.rows import usable
 from slime_rollout.data_service import DataSpec, encode_row
-from slime_rollout.eval_sets import read_eval_sets
+from slime_rollout.eval_sets import data_files, read_eval_sets
 from slime_rollout.limits import ModelLimits, stop_problem, tokens_beyond
 
 SECONDS = 5.0
@@ -40,17 +40,11 @@ Length = int | None | DataError
 
 @dataclass(frozen=True, kw_only=True)
 class RowLengths:
-    """What the rows of a file are in tokens.
+    """How many rows a file has, and how long they are."""
 
-    Attributes:
-        used: Rows that a run uses.
-        left_out: Others that can be used: those over ``--rollout-max-prompt-len``, or with nothing to train on.
-        longest: Tokens of the longest row that is used.
-    """
-
-    used: int
-    left_out: int
-    longest: int
+    used: int  # rows that a run uses
+    left_out: int  # others that can be used: those over `--rollout-max-prompt-len`, or with nothing to train on
+    longest: int  # tokens of the longest row that is used
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,20 +63,15 @@ class Measured:
 def measure_prompts(config: RolloutConfig, *, seconds: float = SECONDS) -> Measured:
     """Tokenize the prompts of a run that generates, held-out sets too, for at most so many ``seconds``.
 
-    Raises:
-        ConfigError: The tokenizer cannot be used.
-        DataError: A row cannot be used, or no row is left.
+    Raises `ConfigError` if the tokenizer cannot be used, `DataError` if a row cannot be, or no row is left.
     """
     held_out, counting = read_eval_sets(config), _Counting(config, seconds)
-    for path in config.data.prompt_paths:
-        if config.data.streaming_data:
-            counting.notices.append(f"{path} is streamed: the length of a prompt is known when its turn comes")
-        else:
-            counting.count(path, config, _of_prompts(config), functools.partial(_prompts, config=config))
-    for one in held_out:
-        with one.named():
-            count = functools.partial(_prompts, config=one.config)
-            counting.count(one.path, one.config, _of_prompts(one.config), count)
+    for path, own, named in data_files(config):
+        with named:
+            if own is config and config.data.streaming_data:
+                counting.notices.append(f"{path} is streamed: the length of a prompt is known when its turn comes")
+            else:
+                counting.count(path, own, _of_prompts(own), functools.partial(_prompts, config=own))
     counting.check_stops(
         dict.fromkeys([*config.sampling.rollout_stop, *(text for one in held_out for text in one.stop)])
     )
@@ -93,10 +82,7 @@ def measure_rows(spec: DataSpec, *, seconds: float = SECONDS) -> Measured:
     """The same for rows that are trained on as they are: conversations, or preference pairs."""
     config = spec.rollout
     counting = _Counting(config, seconds)
-    files: list[tuple[str, RolloutConfig, contextlib.AbstractContextManager[None]]]
-    files = [(path, config, contextlib.nullcontext()) for path in config.data.prompt_paths]
-    files += [(one.path, one.config, one.named()) for one in read_eval_sets(config)]
-    for path, own, named in files:
+    for path, own, named in data_files(config):
         of_set = DataSpec(rollout=own, rows=spec.rows, max_length=spec.max_length)
         with named:
             counting.count(
@@ -124,7 +110,6 @@ class _Counting:
         self.notices: list[str] = []
 
     def found(self) -> Measured:
-        """What was counted."""
         limits = ModelLimits.of(self._config.data.hf_checkpoint)
         beyond = self._kept("beyond", lambda: tokens_beyond(limits, self._tokenizer) or "")
         return Measured(files=self._files, notices=[*([beyond] if beyond else []), *dict.fromkeys(self.notices)])
@@ -141,11 +126,7 @@ class _Counting:
     def count(
         self, path: str, config: RolloutConfig, settings: str, lengths: Callable[[str, Any], Iterable[Length]]
     ) -> None:
-        """Count a file, whose rows are as long as ``lengths`` says with the tokenizer; they depend on ``settings``.
-
-        Raises:
-            DataError: It cannot be used.
-        """
+        """Count a file, whose rows have ``lengths`` that depend on ``settings``; a `DataError` if it is bad."""
         made = self._kept(f"{_of_file(path)} {settings}", functools.partial(self._counted, path, config, lengths))
         if made is None:
             self.notices.append(
@@ -189,7 +170,7 @@ class _Counting:
             self._left = max(self._left - (time.monotonic() - (start or time.monotonic())), 0.0)
 
     def _kept(self, key: str, make: Callable[[], Any]) -> Any:
-        """What the cache has for ``key``, or else what ``make`` gives, which is kept unless it is ``None``."""
+        """The cached value of ``key``, or else that of ``make``, which is kept unless it is ``None``."""
         file = _cache_file(_of_model(self._config), key)
         with contextlib.suppress(OSError, ValueError):
             return json.loads(file.read_bytes())
@@ -211,7 +192,7 @@ def _prompts(path: str, tokenizer: Any, *, config: RolloutConfig) -> Iterator[Le
     encoding = RowEncoder(config, PromptEncoder.of(config, tokenizer), config.data.num_data_workers)
     lengths = []
     with contextlib.closing(encoding):
-        for _, outcome in encoding.outcomes((None, raw) for _, raw in PromptFile(path).rows()):
+        for _, outcome in encoding.outcomes(PromptFile(path).rows()):
             if isinstance(outcome, DataError):
                 yield outcome
             else:

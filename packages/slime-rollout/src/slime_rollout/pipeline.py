@@ -1,4 +1,4 @@
-"""What happens to one group: its samples are generated and scored, each as soon as it can be."""
+"""One group: its samples are generated and scored, each as soon as it can be."""
 
 from __future__ import annotations
 
@@ -53,26 +53,26 @@ class GroupPipeline:
         samples = [sample for part in await all_of(units) for sample in part]
         if any(map(is_cut_off, samples)):
             return samples
-        if self._scorer.group_reward is not None:
-            await self._reward_group(samples, watch)
+        grouped = self._scorer.group_reward is not None
+        if grouped:
+            await self._reward(samples, watch)
         for pause in _PAUSES if self._replaces else ():
             if not self.is_unscored(samples):
                 break
-            failed = [sample for sample in samples if REWARD_FAILURE in sample.metadata]
+            again = samples if grouped else [sample for sample in samples if REWARD_FAILURE in sample.metadata]
             await asyncio.sleep(pause)
-            again = samples if self._scorer.group_reward is not None else failed
             watch.forget(len(again))
             for sample in again:
                 sample.reward = None
-            if self._scorer.group_reward is not None:
-                await self._reward_group(samples, watch)
-            else:
-                await all_of([self._reward_one(sample, watch) for sample in failed])
+            await self._reward(again, watch)
         return samples
 
-    async def _reward_group(self, samples: Group, watch: Stopwatch) -> None:
+    async def _reward(self, samples: Group, watch: Stopwatch) -> None:
+        if self._scorer.group_reward is None:
+            await all_of([self._reward_one(sample, watch) for sample in samples])
+            return
         values: Sequence[RewardValue | None] = [sample.reward for sample in samples]
-        if None in values and self._scorer.group_reward is not None:
+        if None in values:
             values = await self._scorer.group_reward(samples)
         for sample, value in zip(samples, values, strict=True):
             self._score(sample, value, watch)
@@ -84,11 +84,7 @@ class GroupPipeline:
         )
 
     async def _run_unit(
-        self,
-        unit: Awaitable[list[Sample]],
-        context: GenerationContext,
-        watch: Stopwatch,
-        finished: list[Sample] | None,
+        self, unit: Awaitable[list[Sample]], context: GenerationContext, watch: Stopwatch, finished: list[Sample] | None
     ) -> list[Sample]:
         samples = await unit
         watch.generated()
@@ -148,10 +144,7 @@ class Stopwatch:
         """A rollout of ``count`` samples is complete; returns seconds until the last response, and since then."""
         self.is_waiting = False
         self.forget(count)
-        return {
-            "generate": self._last_generated - self._start,
-            "reward": time.perf_counter() - self._last_generated,
-        }
+        return {"generate": self._last_generated - self._start, "reward": time.perf_counter() - self._last_generated}
 
 
 def is_cut_off(sample: Sample) -> bool:

@@ -1,4 +1,4 @@
-"""What scores a response, as flags: rules, services, functions, and a teacher. Nothing here imports torch."""
+"""Flags of rewards: rules, services, functions, and a teacher. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from slime_core.errors import ConfigError
 from slime_core.flags import Config, flag
 from slime_core.needs import GENERATES, SAMPLES, given, unless
+from slime_rollout.hook_config import function_flag, time_limit
 
 COMPARING_RULES = ("exact", "first_integer", "math", "deepscaler", "dapo", "f1", "gpqa", "gsm8k", "em")
 REMOTE_RULES = ("remote_rm", "boxed_remote_rm")
@@ -26,7 +27,7 @@ OWN_RULES = (GENERATES, unless("custom_rm_path") | given("eval_config"))
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig(Config, needs=GENERATES):
-    """What scores a response: a rule, a service, a custom function; and the teacher of on-policy distillation."""
+    """Flags of rewards, by a rule, a service or a custom function; and of the teacher of on-policy distillation."""
 
     rm_type: str | None = flag(
         None,
@@ -35,8 +36,8 @@ class RewardConfig(Config, needs=GENERATES):
         help="rule that scores a response, unless its row names another as `rm_type` in its metadata; without "
         f"--custom-rm-path and --opd-type `{DEFAULT_RULE}`",
     )
-    custom_rm_path: str | None = flag(
-        None, help="custom reward function or class: pkg.mod.fn, pkg.mod:fn, file.py:fn or file.py", metavar="PATH"
+    custom_rm_path: str | None = function_flag(
+        "custom reward function or class: pkg.mod.fn, pkg.mod:fn, file.py:fn or file.py"
     )
     custom_rm_kwargs: str | None = flag(
         None,
@@ -47,9 +48,7 @@ class RewardConfig(Config, needs=GENERATES):
     group_rm: bool = flag(
         False, help="score all samples of a prompt in one call of the custom function", needs=given("custom_rm_path")
     )
-    rm_timeout: float | None = flag(
-        None, help="time limit of one sample [10 for rules, else 60]", unit="seconds", above=0, may_change=True
-    )
+    rm_timeout: float | None = time_limit(None, "time limit of one sample [10 for rules, else 60]")
     rm_url: str | None = flag(
         None,
         help="address of the service of remote_rm, or of the teacher's server",
@@ -66,13 +65,7 @@ class RewardConfig(Config, needs=GENERATES):
         needs=OWN_RULES,
     )
     rm_memory_limit: float = flag(
-        2.0,
-        help="most memory of one of them",
-        unit="GiB",
-        least=0.5,
-        most=1024,
-        may_change=True,
-        needs=OWN_RULES,
+        2.0, help="most memory of one of them", unit="GiB", least=0.5, most=1024, may_change=True, needs=OWN_RULES
     )
     rm_on_failure: str = flag(
         "replace",
@@ -146,7 +139,7 @@ class RewardConfig(Config, needs=GENERATES):
 
 
 def dapo_gives(reward_key: str | None) -> str:
-    """What is wrong with a ``--reward-key`` of the rule ``dapo``."""
+    """A message about an unfit ``--reward-key`` of the rule ``dapo``."""
     no_entry = "" if reward_key is None else f", no {reward_key}"
     return f"gives score (1 or -1) and acc (1 or 0){no_entry}; choose one with --reward-key"
 

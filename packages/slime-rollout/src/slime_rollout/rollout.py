@@ -11,18 +11,10 @@ from typing import Any
 
 from slime_core.hooks import HookArgs
 from slime_core.metrics import rollout_metrics
-from slime_core.types import EvalReport, Group, RolloutBatch, Sample
+from slime_core.types import Account, EvalReport, Group, RolloutBatch, Sample
 from slime_rollout.collect import Collected, Collector
 from slime_rollout.config import RolloutConfig
-from slime_rollout.data import (
-    Account,
-    AccountedSource,
-    Fate,
-    PromptEncoder,
-    SourceCalls,
-    load_source,
-    load_tokenizer,
-)
+from slime_rollout.data import AccountedSource, Fate, PromptEncoder, SourceCalls, load_source, load_tokenizer
 from slime_rollout.engine.addresses import remember_key
 from slime_rollout.errors import REWARD_FAILURE
 from slime_rollout.eval_sets import read_eval_sets
@@ -101,7 +93,7 @@ class RolloutManager:
         key: str | None = None,
         turns: TurnLog | None = None,
     ) -> None:
-        self._config, self._turns = config, turns
+        self._config, self._turns, self._may_lag = config, turns, config.may_lag
         hook_args = with_router(hook_args or hook_args_of(config), router_url, key)
         remember_key(hook_args)
         data = data or RolloutData.load(config, hook_args)
@@ -171,7 +163,7 @@ class RolloutManager:
         if self._turns is not None:
             self._turns.forget(self._collector.settled)  # whoever asks for a rollout has written down the last one
             self._collector.settled.clear()
-            most = self._config.selection.max_weight_staleness if self._config.may_lag else 0
+            most = self._config.selection.max_weight_staleness if self._may_lag else 0
             self._turns.versions = (0 if most is None else version - most, version)
         if self._function is None:
             collected = self._thread.run(self._collector.collect(rollout_id, version))
@@ -187,7 +179,7 @@ class RolloutManager:
             samples,
             rollout_metrics(samples, self._config.rewards.reward_key),
             _engine_metrics(samples, self._seconds_since_last(collected))
-            | (_age_metrics(samples, version) if self._config.may_lag else {})
+            | (_age_metrics(samples, version) if self._may_lag else {})
             | collected.counts
             | own,
             time.perf_counter() - start,
@@ -220,7 +212,7 @@ class RolloutManager:
         return self._thread.run(self._evaluate(rollout_id))
 
     def account(self) -> Account:
-        """What became of all samples so far."""
+        """The account of all samples so far."""
 
         async def look() -> Account:
             return self._collector.account()
@@ -228,19 +220,11 @@ class RolloutManager:
         return self._thread.run(look())
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the data source, as plain values; what is in flight is in it as it was handed out.
-
-        Raises:
-            HookTimeoutError: A call of the data source has not returned; it may be changing the state now.
-        """
+        """State of the data source, with what is in flight as handed out; `HookTimeoutError` while a call hangs."""
         return self._thread.run(self._state())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Stop what is in flight, and continue with the group that came next when ``state`` was saved.
-
-        Raises:
-            DataError: The state belongs to other prompts.
-        """
+        """Stop what is in flight, and continue as when ``state`` was saved; a `DataError` if it is of other prompts."""
         self.close()
         self.source.load_state_dict(state)
 

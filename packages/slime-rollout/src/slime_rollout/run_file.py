@@ -20,9 +20,9 @@ from slime_rollout.strict_yaml import WrittenFloat, load_yaml
 
 FLAG = "--config"
 OFF = "false"
-"""What a switch is given that a file says is off."""
+"""The value of a switch that a file says is off."""
 ENDS = (".toml", ".yaml", ".yml")
-"""What a run file's name ends with."""
+"""Endings of a run file's name."""
 JSON = "JSON"
 """The placeholder, in help, of the value of a flag that takes a table."""
 _MOST_NAMED = 4
@@ -32,8 +32,7 @@ FORM = "write a flag on each line, such as `lr = 1e-6` in TOML or `lr: 1e-6` in 
 def read_run_file(path: str) -> dict[str, Any]:
     """The flags of the file that ``--config`` names, as ``--rollout-batch-size``, each with its value as written.
 
-    Raises:
-        ConfigError: The file cannot be read, names another one, or has a flag twice.
+    Raises `ConfigError` if the file cannot be read, names another one, or has a flag twice.
     """
     found = dict[str, Any]()
     for key, value in _content(path).items():
@@ -47,16 +46,9 @@ def read_run_file(path: str) -> dict[str, Any]:
 
 
 def check_tables(path: str, given: Mapping[str, Any], known: Mapping[str, FlagSpec], *, others: bool = False) -> None:
-    """No table has flags in it, and none is the value of a flag that takes no JSON.
+    """Raise `ConfigError` if a table has flags in it, or is the value of a flag that takes no JSON.
 
-    Args:
-        path: The file.
-        given: Its flags, as of :func:`read_run_file`.
-        known: The flags that there are, by name.
-        others: Whether there are more of them.
-
-    Raises:
-        ConfigError: One has; it names what is in it, and says where flags stand.
+    ``given`` are the flags of the file at ``path``, ``known`` all flags by name; with ``others`` there are more.
     """
     inner: list[str] = []
     for name, value in given.items():
@@ -108,11 +100,7 @@ def _content(path: str) -> Mapping[str, Any]:
 
 
 def words_of(path: str, name: str, value: Any) -> list[str]:
-    """A flag of the file as words of a command line; none for nothing.
-
-    Raises:
-        ConfigError: Its value has no form that a flag takes.
-    """
+    """A flag of the file as words of a command line; none for nothing, a `ConfigError` for what no flag takes."""
     if value is None:
         return []
     if isinstance(value, bool):

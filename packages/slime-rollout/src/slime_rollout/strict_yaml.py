@@ -18,20 +18,21 @@ from slime_core.files import MOST_WRITTEN, read_text
 _DEEPEST, _MOST_VALUES = 100, 10**6
 
 
-class WrittenInt(int):
-    """A whole number that is shown as it was written: ``007``."""
+class _Written:
+    """A number that is shown as its text, as it was written."""
 
     text: str
 
     def __str__(self) -> str:
-        """The text."""
         return self.text
 
 
-class WrittenFloat(float):
-    """A number that is shown as it was written: ``1.10`` and ``1e-6``, not 1.1 and 1e-06."""
+class WrittenInt(_Written, int):
+    """A whole number that is shown as it was written: ``007``."""
 
-    text: str
+
+class WrittenFloat(_Written, float):
+    """A number that is shown as it was written: ``1.10`` and ``1e-6``, not 1.1 and 1e-06."""
 
     @classmethod
     def of(cls, text: str) -> Self:
@@ -39,10 +40,6 @@ class WrittenFloat(float):
         number = cls(text)
         number.text = text
         return number
-
-    def __str__(self) -> str:
-        """The text."""
-        return self.text
 
 
 class _Loader(yaml.SafeLoader):
@@ -111,10 +108,7 @@ def load_yaml(flag: str, path: str, *, written: bool = False) -> Any:
     """The content of a YAML file that ``flag`` names.
 
     With ``written``, where values may turn out to be texts, numbers are shown as they are written, and a date is the
-    text that it is.
-
-    Raises:
-        ConfigError: It is unreadable, invalid or repeats a key.
+    text that it is. Raises `ConfigError` if the file is unreadable, invalid or repeats a key.
     """
     try:
         content = yaml.load(read_text(Path(path), most=MOST_WRITTEN), _WrittenLoader if written else _Loader)

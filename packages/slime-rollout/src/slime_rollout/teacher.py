@@ -101,8 +101,7 @@ def generate_url(url: str) -> str:
 
 
 def request(tokens: list[int] | list[list[int]], start: int, **more: Any) -> dict[str, Any]:
-    """A request to SGLang for log-probs of the tokens after place ``start``, each given all before it; also of several
-    lists of tokens at once."""
+    """A request for log-probs of all tokens after place ``start``, given those before; of one list or several."""
     return {
         "input_ids": tokens,
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -194,7 +193,7 @@ def _check_vocabulary(url: str, name: str, config: RolloutConfig) -> TeacherVoca
 
 
 def _ask(url: str, tokens: list[int], largest: list[int], timeout: float) -> tuple[TeacherVocabulary, list[Any]]:
-    """What it can be asked about, and its texts of ``tokens``: asks with the largest of ``largest`` that it knows."""
+    """Its vocabulary, and its texts of ``tokens``: asks with the largest of ``largest`` that it knows."""
     for last in largest:
         asked = [*tokens, last]
         # In `token_ids_logprob` SGLang refuses ids beyond its vocabulary; as input alone they would stop the server.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from slime_core.errors import DataError, SlimeError
 from slime_rollout.errors import HookTimeoutError
 
 Result = TypeVar("Result")
@@ -63,6 +65,17 @@ async def await_within(
 
 def _too_long(seconds: float, what: str, flag: str) -> HookTimeoutError:
     return HookTimeoutError(f"{what} was not done after {seconds:g} s; it hangs, or needs a higher {flag}")
+
+
+@contextlib.contextmanager
+def blaming(what: str) -> Iterator[None]:
+    """Within the block, what a user-defined function raises becomes a `DataError` that says ``what`` it is."""
+    try:
+        yield
+    except SlimeError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise DataError(f"{what} raised {type(error).__name__}: {error}") from error
 
 
 async def all_of(work: Sequence[Awaitable[Any]]) -> list[Any]:

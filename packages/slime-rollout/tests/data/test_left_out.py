@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime_rollout.data import ChatEncoder
-from slime_rollout.data.chat import apply_template, unused_character
+from slime_rollout.data.chat import apply_template, unused_characters
 from slime_rollout.data.left_out import EARLIER, THINKING, Lost, parts_left_out, rewrites_history
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
@@ -89,7 +89,7 @@ def test_where_nothing_is_known_nothing_is_said(build_tokenizer):
 
 def test_a_mark_occurs_nowhere_else():
     """What a text holds is looked at, not how Python writes it: its escapes hide such characters."""
-    assert unused_character([{"content": "\ue000\ue001"}]) == "\ue002"
+    assert unused_characters([{"content": "\ue000\ue001"}])[0] == "\ue002"
 
 
 # A turn of the assistant, the tools that answer it, and what a user says then.

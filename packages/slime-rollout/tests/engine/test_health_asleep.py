@@ -1,9 +1,7 @@
 """A fleet that gives its memory back: the same one as in `test_health`."""
 
 import signal
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -11,9 +9,7 @@ from slime_core.memory import Held
 from slime_rollout.engine import EngineDiedError
 from slime_rollout.engine.sleep import IDLE_SECONDS, EngineMemory
 from slime_rollout.http import call
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_health import MARGIN, running, wait_until
+from support.failing_fleet import MARGIN, running, wait_until
 
 pytestmark = pytest.mark.timeout(120)
 

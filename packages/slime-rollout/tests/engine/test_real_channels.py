@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import copy
+import dataclasses
 import os
 import pickle
 import signal
@@ -21,16 +22,16 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from slime_core.errors import DataError
 from slime_core.types import WeightUpdate
 from slime_rollout.engine import WeightSyncError
-from slime_rollout.engine.config import WeightSyncConfig
+from slime_rollout.engine.channels import ChannelSpec
 from slime_rollout.engine.fleet import EngineFleet
+from slime_rollout.engine.transports import WeightSyncConfig
 from slime_rollout.generate import EngineClient
-from slime_rollout.generation_service import CacheNamespace
 from slime_rollout.http import call
+from slime_rollout.serving_engines import CacheNamespace
 from slime_rollout.weights import (
     DeltaReceiver,
     buckets,
     engine_weight_version,
-    open_channel,
     verify_checkpoint,
 )
 from slime_rollout.weights.channel import EngineChannel
@@ -65,14 +66,14 @@ class Parts:
         return WeightSyncConfig(update_weight_transport=transport, check_weight_update_equal=True, **more)
 
     def open(self, transport, urls=None, **more):
-        return open_channel(
-            self.config(transport, **more),
-            engine_urls=urls or self.fleet.engine_urls,
-            tp_size=1,
+        spec = ChannelSpec(
+            tuple(urls or self.fleet.engine_urls),
+            sync=self.config(transport, **more),
             hf_checkpoint=self.model_path,
-            receivers=[self.receiver.url],
+            receivers=(self.receiver.url,),
             key="of-the-run",  # these engines ask for none, and the receiver does
         )
+        return spec.open()
 
     def channel(self, transport):
         if transport not in self.opened:
@@ -353,7 +354,10 @@ def test_weights_that_do_not_fit_are_refused_before_engines_meet_them(parts):
     assert [engine_weight_version(url) for url in parts.fleet.engine_urls] == [str(parts.version)] * 2
     assert difference(parts.model, parts.fleet.engine_urls[0]) < SAME
     gloo = parts.channel("gloo")
-    gloo.hf_checkpoint, gloo._shapes = "", None  # what an engine does that meets them
+    gloo.spec, gloo._shapes = (
+        dataclasses.replace(gloo.spec, hf_checkpoint=""),
+        None,
+    )  # what an engine does that meets them
     gloo.begin(WeightUpdate(version=parts.version + 1))
     with pytest.raises(WeightSyncError, match=r"HTTP 400: .*partially updated"):
         gloo.send([(name, weight[:-1, :-1])])
@@ -374,12 +378,12 @@ def test_the_files_of_the_last_version_are_whole_and_alone(parts):
 DYING_TRAINER = """
 import os, signal, sys, threading, time, torch
 from slime_core.types import WeightUpdate
-from slime_rollout.weights import DistributedWeightChannel, buckets
+from slime_rollout.weights import ChannelSpec, DistributedWeightChannel, buckets
 def die(self, tensor):
     time.sleep(1)  # the engines are told at the same time
     os.kill(os.getpid(), signal.SIGKILL)
 buckets.BroadcastGroup.broadcast = die
-channel = DistributedWeightChannel(tuple(sys.argv[1:]))
+channel = DistributedWeightChannel(ChannelSpec(tuple(sys.argv[1:])))
 channel.begin(WeightUpdate(version=9))
 channel.send([("model.norm.weight", torch.ones(64))])
 """

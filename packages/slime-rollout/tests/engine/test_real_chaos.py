@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from slime_core.types import WeightUpdate
 from slime_rollout.config import RolloutConfig
 from slime_rollout.engine import EngineDiedError, WeightSyncError
+from slime_rollout.engine.channels import ChannelSpec
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.engine.slots import read_events
 from slime_rollout.errors import REWARD_FAILURE, GenerationError
@@ -227,7 +228,7 @@ class Trainer:
         if not urls:
             return True
         weights = list(self.networks[self.version].state_dict().items())
-        channel = TensorWeightChannel(urls)
+        channel = TensorWeightChannel(ChannelSpec(urls))
         try:
             if begun:
                 begun(urls)

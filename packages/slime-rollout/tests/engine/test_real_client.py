@@ -83,7 +83,7 @@ def test_an_engine_takes_the_longest_prompt_and_adds_what_there_is_room_for(flee
             await client.generate([5] * (longest + 1), params(1))
         return [len(one.tokens) for one in done]
 
-    assert in_client(fleet.engine_urls[0], script) == [limits.room(shorter), limits.room(longest)]
+    assert in_client(fleet.engine_urls[0], script) == [limits.tokens_left(shorter), limits.tokens_left(longest)]
 
 
 @pytest.mark.parametrize("place", ["router", "engine"])

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from slime_core.types import WeightUpdate
 from slime_rollout.engine import ExternalEngineError
+from slime_rollout.engine.channels import ChannelSpec
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.external import ExternalFleet
 from slime_rollout.engine.server import EngineSpec
@@ -40,7 +41,7 @@ def weights(tiny_model):
 
 
 def push(engines, weights, version):
-    channel = TensorWeightChannel(tuple(engines.engine_urls), engines.tp_size)
+    channel = TensorWeightChannel(ChannelSpec(tuple(engines.engine_urls), tp_size=engines.tp_size))
     channel.begin(WeightUpdate(version=version))
     channel.send(list(weights.items()))
     channel.end()
@@ -83,7 +84,7 @@ def test_a_given_router_that_has_them_already_keeps_them(attach, fleet):
 
 def test_an_update_that_was_cut_off_is_closed_when_the_run_ends(attach, fleet, weights):
     engines = attach()
-    TensorWeightChannel(tuple(engines.engine_urls)).begin(WeightUpdate(version=4))  # the trainer dies here
+    TensorWeightChannel(ChannelSpec(tuple(engines.engine_urls))).begin(WeightUpdate(version=4))  # the trainer dies here
     engines.stop()
     assert [engine_weight_version(url) for url in fleet.engine_urls] == ["incomplete"] * 2
     assert len(tokens(fleet.router_url)) == 8

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from slime_core.types import WeightUpdate
 from slime_rollout.engine import EngineDiedError, EngineStartError, PortInUseError, WeightSyncError
 from slime_rollout.engine.addresses import free_port
+from slime_rollout.engine.channels import ChannelSpec
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.engine.server import HEALTH_TIMEOUT_SECONDS
@@ -38,7 +39,7 @@ def trainer(tiny_model):
 
 @pytest.fixture(scope="module")
 def channel(fleet):
-    return TensorWeightChannel(tuple(fleet.engine_urls))
+    return TensorWeightChannel(ChannelSpec(tuple(fleet.engine_urls)))
 
 
 # An "interpreter" that says it has SGLang; its server listens and says nothing.
@@ -182,7 +183,7 @@ def test_a_refused_push_names_the_reason_and_no_engine_claims_to_have_the_weight
 
 
 def test_an_update_that_a_dead_trainer_left_open_does_not_stop_the_next(fleet, channel, trainer):
-    TensorWeightChannel(channel.engine_urls).begin(WeightUpdate(version=10))
+    TensorWeightChannel(ChannelSpec(channel.spec.engine_urls)).begin(WeightUpdate(version=10))
     push(channel, trainer, 10)
     assert largest_difference(trainer, fleet.router_url) < SAME
 
@@ -264,7 +265,7 @@ def test_last_weights_that_do_not_fit_end_an_engine_and_that_is_noticed(fleet, t
     url = fleet.engine_urls[1]
     name, weight = next(iter(trainer.state_dict().items()))
     fleet.check()
-    broken = TensorWeightChannel((url,))
+    broken = TensorWeightChannel(ChannelSpec((url,)))
     broken.begin(WeightUpdate(version=11))
     with pytest.raises(WeightSyncError, match=rf"weight version 11: POST {url}/update_weights_from_tensor: no answer"):
         broken.send([(name, weight[:-1, :-1])])

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from slime_core.types import WeightUpdate
 from slime_rollout.engine import WeightSyncError
+from slime_rollout.engine.channels import ChannelSpec
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.engine.slots import read_events
 from slime_rollout.generate import EngineClient
@@ -73,7 +74,7 @@ def change(model):
 
 
 def update(fleet, trainer, version, *, only_behind=False):
-    channel = TensorWeightChannel(tuple(fleet.begin_update(only_behind=only_behind)))
+    channel = TensorWeightChannel(ChannelSpec(tuple(fleet.begin_update(only_behind=only_behind))))
     channel.begin(WeightUpdate(version=version))
     channel.send(list(trainer.state_dict().items()))
     channel.end()
@@ -167,7 +168,7 @@ def is_there(pid):
 def test_an_engine_that_dies_amid_an_update_holds_nobody_up(fleet, trainer):
     change(trainer)
     since = len(events(fleet, "engine 0"))
-    channel = TensorWeightChannel(tuple(fleet.begin_update()))
+    channel = TensorWeightChannel(ChannelSpec(tuple(fleet.begin_update())))
     channel.begin(WeightUpdate(version=6))
     for pid in fleet.process_ids()["engine 0"]:
         os.kill(pid, signal.SIGKILL)

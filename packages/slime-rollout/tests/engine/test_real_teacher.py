@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from slime_core.types import Sample, Status, WeightUpdate
 from slime_rollout.config import RolloutConfig
+from slime_rollout.engine.channels import ChannelSpec
 from slime_rollout.errors import TeacherError
 from slime_rollout.rollout import RolloutManager
 from slime_rollout.teacher import TeacherVocabulary, make_teacher
@@ -27,7 +28,7 @@ def network(tiny_model):
 @pytest.fixture(scope="module")
 def teacher_fleet(fleet, network):
     """The engines with the weights that the model's directory holds, whatever other tests have sent them."""
-    channel = TensorWeightChannel(tuple(fleet.engine_urls))
+    channel = TensorWeightChannel(ChannelSpec(tuple(fleet.engine_urls)))
     channel.begin(WeightUpdate(version=0))
     channel.send(list(network.state_dict().items()))
     channel.end()

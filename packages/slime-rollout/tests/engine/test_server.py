@@ -1,7 +1,6 @@
 """One engine without a fleet: what is refused, and what is told when it does not come up."""
 
 import itertools
-import os
 import subprocess
 import sys
 import time
@@ -18,8 +17,6 @@ from slime_rollout.engine.server import (
     SGLangEngine,
     check_flags,
     folder_environment,
-    key_environment,
-    module_words,
     server_command,
     server_environment,
 )
@@ -143,28 +140,6 @@ def test_an_engine_computes_with_its_own_number_of_threads(monkeypatch):
         monkeypatch.setenv(name, "1")
     environment = server_environment(EngineConfig(engine_threads=3), EngineSpec(model_path="model", device="cpu"))
     assert (environment["OMP_NUM_THREADS"], environment["MKL_NUM_THREADS"]) == ("3", "3")
-
-
-MODULE = """
-import logging, os, sys
-print(sys.argv[1:], "SLIME_API_KEY" in os.environ, __name__)
-logging.basicConfig(format="%(message)s", stream=sys.stdout)
-logging.warning("settings: %s", {"api_key": sys.argv[-1]})
-"""
-
-
-def test_a_server_gets_its_key_and_its_log_does_not(tmp_path):
-    modules, work = tmp_path / "modules", tmp_path / "work"
-    for folder, code in ((modules, MODULE), (work, "raise ZeroDivisionError")):
-        folder.mkdir()
-        (folder / "server.py").write_text(code)  # slime_rollout.engine has a module of this name, too
-    (work / "logging.py").write_text("raise ZeroDivisionError")
-    command = [sys.executable, *module_words("server", "k" * 20), "--port", "1"]
-    environment = {**os.environ, **key_environment("k" * 20), "PYTHONPATH": str(modules)}
-    done = subprocess.run(command, env=environment, cwd=work, capture_output=True, text=True, check=True)
-    words, log = done.stdout.splitlines()
-    assert words == f"['--port', '1', '--api-key={'k' * 20}'] False __main__"
-    assert log == "settings: {'api_key': '--api-key=[removed]'}"
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,7 @@
 
 import contextlib
 import signal
-import sys
 import types
-from pathlib import Path
 
 import pytest
 
@@ -12,9 +10,7 @@ from slime_rollout.engine import NoRoomError, health
 from slime_rollout.engine.addresses import Ports
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.engine.server import EngineLauncher, EngineSpec, equal_specs
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_health import VERSIONS, Fleet, wait_until
+from support.failing_fleet import VERSIONS, Fleet, wait_until
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -10,8 +10,8 @@ from aiohttp import web
 
 from slime_rollout.errors import GenerationError
 from slime_rollout.generate import EngineClient
-from slime_rollout.generation_service import CacheNamespace
 from slime_rollout.http import INCOMPLETE
+from slime_rollout.serving_engines import CacheNamespace
 
 QUICK = (0.01, 0.01, 0.01)
 

@@ -105,6 +105,14 @@ def test_what_was_sampled_from_is_asked_for_where_it_is_trained_on(engine, reply
     assert engine.bodies[-1]["sampling_params"]["top_k"] == given.get("top_k", -1)
 
 
+def test_a_request_takes_its_former_argument_with_a_warning():
+    context = GenerationContext(client=None, params=SamplingParams(), run_seed=1)
+    sample = Sample(index=0, group_index=0, prompt="p", tokens=[1])
+    with pytest.warns(DeprecationWarning, match="is now most="):
+        assert context.request(sample, room=3) == context.request(sample, most=3)
+    assert context.request(sample, most=3)["sampling_params"]["max_new_tokens"] == 3
+
+
 def test_experts_are_asked_for_from_the_first_unknown_token_on(engine, reply):
     """Of samples that are trained on."""
 

@@ -265,7 +265,7 @@ def test_tokens_are_what_was_said_and_what_was_observed(
 
     async def play(trajectory, context):
         for kind, content in steps:
-            before, room, done = list(sample.tokens), trajectory.room, trajectory.done
+            before, left, done = list(sample.tokens), trajectory.tokens_left, trajectory.done
             if kind in ("say", "abort"):
                 said[:] = [(content, "abort" if kind == "abort" else "stop")]
                 asked = len(engine.bodies)
@@ -273,7 +273,7 @@ def test_tokens_are_what_was_said_and_what_was_observed(
                 if done:
                     assert len(engine.bodies) == asked
                 else:
-                    certain = content[:room][:-1] if kind == "abort" else content[:room]
+                    certain = content[:left][:-1] if kind == "abort" else content[:left]
                     expected.extend((token, 1) for token in certain)
                 if sample.status is Status.ABORTED:
                     trajectory = Trajectory(Sample.from_dict(sample.to_dict()), context, max_turns=max_turns)
@@ -286,7 +286,7 @@ def test_tokens_are_what_was_said_and_what_was_observed(
             else:
                 trajectory.observe(content)
             added = sample.tokens[len(before) :]
-            if kind == "tokens" and not (done or aborted or len(content) >= room):
+            if kind == "tokens" and not (done or aborted or len(content) >= left):
                 assert added == content
             if done or aborted:
                 assert not added

@@ -2,15 +2,13 @@
 
 import asyncio
 
-import numpy as np
 import pytest
 
 from slime_core.hooks import HookArgs
-from slime_core.types import Drop, Keep, Sample, TrainSample
+from slime_core.types import Drop, Keep, Sample
 from slime_rollout.config import RolloutConfig
 from slime_rollout.filters import CustomFilter
 from slime_rollout.hooks.rollouts import RewardPostProcess
-from slime_rollout.hooks.train_data import DataPostprocess
 from slime_rollout.rewards import make_scorer
 
 GROUP = [Sample(index=number, group_index=0, prompt="p", response=str(number)) for number in range(2)]
@@ -184,35 +182,3 @@ def generate_one(tmp_path, tokenizer_dir):
         return made
 
     return run
-
-
-def test_columns_of_what_is_trained_on(write):
-    body = """
-    rollout_data["rewards"] = torch.tensor([0.5, 1.5])
-    rollout_data["raw_reward"] = [torch.tensor(1.0), np.float32(2)]
-    rollout_data["loss_masks"] = torch.tensor([[True, False], [False, True]])
-    rollout_data["rollout_log_probs"] = [torch.tensor([-1.0, -2.0], dtype=torch.bfloat16), [torch.tensor(-3.0), -4.0]]
-    rollout_data["own"] = (torch.tensor(7), np.array([1.0, 2.0]))
-"""
-    postprocess = DataPostprocess(
-        config_of(rollout_data_postprocess_path=write("args, rollout_id, rollout_data", body)), ARGS
-    )
-    samples = [
-        TrainSample(
-            index=number,
-            group_index=0,
-            tokens=np.arange(3, dtype=np.int32),
-            response_length=2,
-            loss_mask=np.ones(2, np.uint8),
-            trajectory_tokens=2,
-            reward=0.0,
-            raw_reward=0.0,
-            rollout_log_probs=np.zeros(2, np.float32),
-        )
-        for number in range(2)
-    ]
-    one, other = postprocess(0, samples)
-    assert [(sample.reward, sample.raw_reward) for sample in (one, other)] == [(0.5, 1.0), (1.5, 2.0)]
-    assert [sample.loss_mask.tolist() for sample in (one, other)] == [[1, 0], [0, 1]]
-    assert [sample.rollout_log_probs.tolist() for sample in (one, other)] == [[-1.0, -2.0], [-3.0, -4.0]]
-    assert one.extras["own"] == 7 and other.extras["own"].tolist() == [1.0, 2.0]

@@ -3,9 +3,7 @@
 import json
 import os
 import signal
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -182,15 +180,3 @@ def test_where_a_fork_would_differ_a_command_is_started(directory, caplog, prepa
         said = run([script], directory / "log", env={**os.environ, **environment}, template=address)
     assert said == (0, "False")
     assert why in caplog.text
-
-
-def test_the_process_ends_with_the_one_that_started_it(marked, directory):
-    body = "from slime_rollout.supervise.forked import template\n"
-    body += "with template(sys.executable, 'import time; time.sleep(600)', os.environ):\n"
-    body += "    print(os.getpid(), flush=True); time.sleep(600)"
-    with marked.starter(body, stdout=subprocess.PIPE, text=True) as starter:
-        assert starter.stdout.readline()
-        (pid,) = marked.wait_until(lambda: reaper.descendants(starter.pid))
-        marked.wait_until(lambda: "forking.py" in Path(f"/proc/{pid.pid}/cmdline").read_text())
-        starter.kill()
-        marked.wait_until(lambda: not reaper.is_alive(pid.pid), what="end of the process")

@@ -2,15 +2,11 @@
 
 import http.server
 import json
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-
-sys.path.insert(0, str(Path(__file__).parent))  # for random_tensors
 
 
 def first_weights():

@@ -22,6 +22,8 @@ from slime_core.interfaces import WeightChannel
 from slime_core.types import WeightUpdate
 from slime_rollout.engine import WeightSyncError
 from slime_rollout.engine.addresses import free_port
+from slime_rollout.engine.channels import ChannelSpec
+from slime_rollout.engine.transports import WeightSyncConfig
 from slime_rollout.weights import DistributedWeightChannel, TensorWeightChannel, buckets, engine_weight_version
 from slime_rollout.weights.buckets import (
     ALIGNMENT_BYTES,
@@ -35,14 +37,14 @@ from slime_rollout.weights.checkpoint import tensor_bytes
 
 @pytest.fixture
 def channel():
-    return TensorWeightChannel((f"http://127.0.0.1:{free_port()}/",), tp_size=2)
+    return TensorWeightChannel(ChannelSpec((f"http://127.0.0.1:{free_port()}/",), tp_size=2))
 
 
 def test_it_is_a_weight_channel_and_survives_pickling(channel):
     assert isinstance(channel, WeightChannel)
     copy = pickle.loads(pickle.dumps(channel))
-    assert copy == channel
-    assert not copy.engine_urls[0].endswith("/")
+    assert type(copy) is type(channel) and copy.spec == channel.spec
+    assert not copy.spec.engine_urls[0].endswith("/")
 
 
 @pytest.mark.parametrize(
@@ -70,7 +72,7 @@ def test_an_engine_that_is_not_there_is_named_and_the_channel_stays_usable(chann
         ):
             channel.begin(WeightUpdate(version=version))
     with pytest.raises(WeightSyncError, match="cannot ask for the weight version"):
-        engine_weight_version(channel.engine_urls[0])
+        engine_weight_version(channel.spec.engine_urls[0])
 
 
 class NoEngine(http.server.BaseHTTPRequestHandler):
@@ -115,7 +117,7 @@ def test_tensors_of_all_kinds_are_copied_into_one_shared_buffer(channel):
 
 def test_a_bucket_is_loaded_in_pieces_from_one_buffer(engines, monkeypatch):
     monkeypatch.setattr(buckets, "PIECE_BYTES", 2 * ALIGNMENT_BYTES)
-    channel = TensorWeightChannel((engines[0].url,))
+    channel = TensorWeightChannel(ChannelSpec((engines[0].url,)))
     loaded, addresses = [], set()
 
     def load(flat, metadata):
@@ -140,7 +142,7 @@ def test_a_bucket_is_loaded_in_pieces_from_one_buffer(engines, monkeypatch):
 
 def test_a_piece_that_an_engine_refuses_ends_the_send(engines, monkeypatch):
     monkeypatch.setattr(buckets, "PIECE_BYTES", ALIGNMENT_BYTES)
-    channel = TensorWeightChannel((engines[0].url,))
+    channel = TensorWeightChannel(ChannelSpec((engines[0].url,)))
     engines[0].refuse["/update_weights_from_tensor"] = "no room"
     before = shared_memory()
     channel.begin(WeightUpdate(version=4))
@@ -169,7 +171,7 @@ def test_a_closed_channel_leaves_no_shared_memory_and_can_be_used_again(channel)
 def test_what_an_engine_never_opened_is_given_back(engines):
     """These engines open nothing, as one does not that dies."""
     before = shared_memory()
-    channel = TensorWeightChannel((engines[0].url,))
+    channel = TensorWeightChannel(ChannelSpec((engines[0].url,)))
     channel.begin(WeightUpdate(version=4))
     channel.send([("w", torch.ones(3))])
     channel.send([("w", torch.ones(3000))])
@@ -184,7 +186,7 @@ def test_what_an_engine_never_opened_is_given_back(engines):
 
 
 def test_every_rank_gets_a_handle_of_its_own(engines):
-    channel = TensorWeightChannel(tuple(engine.url for engine in engines), tp_size=3)
+    channel = TensorWeightChannel(ChannelSpec(tuple(engine.url for engine in engines), tp_size=3))
     channel.begin(WeightUpdate(version=4))
     channel.send([("w", torch.ones(3))])
     channel.end()
@@ -223,7 +225,9 @@ def test_a_buffer_that_something_keeps_until_later_does_not_end_the_process():
 
 @pytest.fixture
 def broadcast(engines):
-    channel = DistributedWeightChannel(tuple(engine.url for engine in engines), timeout=2.0)
+    channel = DistributedWeightChannel(
+        ChannelSpec(tuple(engine.url for engine in engines), sync=WeightSyncConfig(update_weight_timeout=2.0))
+    )
     yield channel
     channel.close()
 
@@ -270,7 +274,7 @@ def test_a_broadcast_that_nobody_receives_ends_by_its_time_limit(engines):
             self.settled = True
 
     group = Deaf()
-    channel = DistributedWeightChannel((engines[0].url,), timeout=1.0)
+    channel = DistributedWeightChannel(ChannelSpec((engines[0].url,), sync=WeightSyncConfig(update_weight_timeout=1.0)))
     channel._group = group
     channel.begin(WeightUpdate(version=4))
     with pytest.raises(WeightSyncError, match="weight version 4: the broadcast took over 1 s"):
@@ -280,7 +284,7 @@ def test_a_broadcast_that_nobody_receives_ends_by_its_time_limit(engines):
 
 def test_an_engine_that_waits_for_another_one_is_not_blamed(engines):
     """In a broadcast all wait for all, and the request to any of them may run out of time first."""
-    channel = DistributedWeightChannel((engines[0].url,))
+    channel = DistributedWeightChannel(ChannelSpec((engines[0].url,)))
 
     def ask(url):
         raise WeightSyncError("time limit", url=url, silent=(url,))
@@ -307,9 +311,9 @@ def test_this_machines_address_is_the_one_that_leads_to_an_engine(engines):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without CUDA")
 def test_nccl_without_cuda_is_refused():
     with pytest.raises(ConfigError, match="nccl needs CUDA"):
-        DistributedWeightChannel(("http://e",), backend="nccl")
-    with pytest.raises(ConfigError, match="backend mpi is unknown; allowed: nccl, gloo"):
-        DistributedWeightChannel(("http://e",), backend="mpi")
+        DistributedWeightChannel(ChannelSpec(("http://e",), sync=WeightSyncConfig(update_weight_transport="nccl")))
+    with pytest.raises(ConfigError, match="backend tensor is unknown; allowed: nccl, gloo"):
+        DistributedWeightChannel(ChannelSpec(("http://e",), sync=WeightSyncConfig(update_weight_transport="tensor")))
 
 
 def test_engines_that_wait_for_one_that_refuses_are_woken():

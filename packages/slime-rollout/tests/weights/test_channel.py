@@ -1,6 +1,7 @@
 """What every channel does, shown with engines that only listen."""
 
 import contextlib
+import dataclasses
 import hashlib
 import pickle
 import socket
@@ -14,14 +15,15 @@ from slime_core.interfaces import WeightChannel
 from slime_core.types import WeightUpdate
 from slime_rollout.engine import WeightSyncError
 from slime_rollout.engine.addresses import free_port
-from slime_rollout.engine.config import REQUEST_TIMEOUT_SECONDS, EngineConfig, WeightSyncConfig
+from slime_rollout.engine.channels import ChannelSpec
+from slime_rollout.engine.config import EngineConfig
+from slime_rollout.engine.transports import REQUEST_TIMEOUT_SECONDS, WeightSyncConfig
 from slime_rollout.http import call
 from slime_rollout.weights import (
     DeltaWeightChannel,
     DiskWeightChannel,
     DistributedWeightChannel,
     TensorWeightChannel,
-    open_channel,
 )
 
 CONTROL = [
@@ -39,7 +41,7 @@ DELTA = {**FILES, "update_weight_mode": "delta", "update_weight_local_checkpoint
 @pytest.fixture
 def channel(engines, hf_checkpoint):
     urls = tuple(engine.url for engine in engines)
-    channel = TensorWeightChannel(urls, hf_checkpoint=str(hf_checkpoint))
+    channel = TensorWeightChannel(ChannelSpec(urls, hf_checkpoint=str(hf_checkpoint)))
     yield channel
     channel.close()
 
@@ -55,22 +57,22 @@ def channel(engines, hf_checkpoint):
 )
 def test_flags_choose_the_channel_which_survives_pickling(flags, kind):
     config = WeightSyncConfig(**flags, update_weight_pause_mode="in_place", check_weight_update_equal=True)
-    channel = open_channel(
-        config,
-        engine_urls=["http://127.0.0.1:9/"],
+    spec = ChannelSpec(
+        ("http://127.0.0.1:9/",),
+        sync=config,
         tp_size=2,
         hf_checkpoint="/hf",
-        receivers=["http://r"],
+        receivers=("http://r",),
         colocate=True,
+        key="secret",
     )
+    assert spec.engine_urls == ("http://127.0.0.1:9",) and "secret" not in repr(spec)
+    channel = pickle.loads(pickle.dumps(spec)).open()
     assert type(channel) is kind and isinstance(channel, WeightChannel)
-    assert channel.engine_urls == ("http://127.0.0.1:9",)
-    assert (channel.tp_size, channel.pause_mode, channel.check, channel.hf_checkpoint) == (2, "in_place", True, "/hf")
-    assert pickle.loads(pickle.dumps(channel)) == channel
-    if kind is TensorWeightChannel:
-        assert channel.cuda_ipc
-    if "update_weight_disk_dir" in flags:
-        assert (channel.directory, channel.keep_files) == ("/shared", False)
+    chosen = flags.get("update_weight_transport", "tensor")
+    assert channel.spec == dataclasses.replace(spec, sync=config.adapted(update_weight_transport=chosen))
+    again = pickle.loads(pickle.dumps(channel))
+    assert type(again) is kind and again.spec == channel.spec
 
 
 def test_an_update_asks_in_order(channel, engines):
@@ -143,7 +145,7 @@ def times_asked(deaf):
 
 def test_an_engine_that_does_not_answer_is_named_and_the_others_go_on_soon(engines, deaf):
     url = address(deaf)
-    channel = TensorWeightChannel((engines[0].url, url), timeout=0.5)
+    channel = TensorWeightChannel(ChannelSpec((engines[0].url, url), sync=WeightSyncConfig(update_weight_timeout=0.5)))
     with pytest.raises(WeightSyncError, match=r"time limit of 0\.5 s") as caught:
         channel.begin(WeightUpdate(version=4))
     assert (caught.value.url, caught.value.silent) == (url, (url,))
@@ -154,7 +156,8 @@ def test_an_engine_that_does_not_answer_is_named_and_the_others_go_on_soon(engin
 
 def test_one_that_is_slow_to_close_a_failed_update_goes_on_yet(channel, engines):
     """Left paused it would count as one that hangs, or wait for the next update."""
-    channel.timeout = 0.5
+    sync = dataclasses.replace(channel.spec.sync, update_weight_timeout=0.5)
+    channel = TensorWeightChannel(dataclasses.replace(channel.spec, sync=sync))
     closed = engines[0].hold["/end_weight_update"] = threading.Event()
     engines[1].refuse["/update_weights_from_tensor"] = "no room"
     try:
@@ -174,7 +177,9 @@ def test_all_engines_that_do_not_answer_are_named_at_once(engines, deaf, also_de
     engines[0].refuse["/pause_generation"] = "not now"
     for urls in (silent, (engines[0].url, *silent)):
         with pytest.raises(WeightSyncError) as caught:
-            TensorWeightChannel(urls, timeout=0.5).begin(WeightUpdate(version=4))
+            TensorWeightChannel(ChannelSpec(urls, sync=WeightSyncConfig(update_weight_timeout=0.5))).begin(
+                WeightUpdate(version=4)
+            )
         assert (caught.value.url, caught.value.silent) == (urls[0], silent)
 
 
@@ -186,13 +191,15 @@ def test_only_reading_all_weights_may_take_longer_than_another_request(engines, 
         return call(method, url, payload, **how)
 
     monkeypatch.setattr("slime_rollout.weights.channel.call", timed)
-    for more, limit in (({}, REQUEST_TIMEOUT_SECONDS), ({"load_timeout": 900.0}, 900.0)):
-        files = {"directory": str(tmp_path / "shared"), "hf_checkpoint": str(hf_checkpoint)}
-        channel = DiskWeightChannel((engines[0].url,), timeout=0.5, **files, **more)
+    hangs = {"use_fault_tolerance": True, "rollout_health_check_interval": 0.0, "rollout_health_check_timeout": 2.0}
+    files = {"update_weight_transport": "disk", "update_weight_disk_dir": str(tmp_path / "shared")}
+    for more, limit in (({}, REQUEST_TIMEOUT_SECONDS), ({"update_weight_timeout": 900.0}, 900.0)):
+        sync = EngineConfig(**hangs, **files, **more)
+        channel = ChannelSpec((engines[0].url,), sync=sync, hf_checkpoint=str(hf_checkpoint)).open()
         channel.begin(WeightUpdate(version=4))
         channel.send([("w", torch.ones(3))])
         channel.end()
-        assert (limits["/pause_generation"], limits["/update_weights_from_disk"]) == (0.5, limit)
+        assert (limits["/pause_generation"], limits["/update_weights_from_disk"]) == (2.0, limit)
 
 
 def test_with_fault_tolerance_a_request_takes_no_longer_than_noticing_that_an_engine_hangs():
@@ -202,7 +209,7 @@ def test_with_fault_tolerance_a_request_takes_no_longer_than_noticing_that_an_en
         ({"use_fault_tolerance": False}, 300.0),
     ):
         config = EngineConfig(**{"use_fault_tolerance": True, **settings})
-        assert open_channel(config, engine_urls=["http://e"], tp_size=1, hf_checkpoint="").timeout == limit
+        assert ChannelSpec(("http://e",), sync=config).open().spec.sync.update_request_timeout == limit
 
 
 def test_a_large_model_is_given_its_time_at_engines_and_receivers(engines, hf_checkpoint, tmp_path, monkeypatch):
@@ -224,9 +231,9 @@ def test_a_large_model_is_given_its_time_at_engines_and_receivers(engines, hf_ch
             use_fault_tolerance=tolerant,
             update_weight_timeout=1800.0,
         )
-        channel = open_channel(
-            config, engine_urls=["http://e"], tp_size=1, hf_checkpoint=str(hf_checkpoint), receivers=["http://r"]
-        )
+        channel = ChannelSpec(
+            ("http://e",), sync=config, hf_checkpoint=str(hf_checkpoint), receivers=("http://r",)
+        ).open()
         channel.begin(WeightUpdate(version=4))
         channel.send([("model.norm.weight", torch.zeros(8, dtype=torch.bfloat16))])
         channel.end()
@@ -237,9 +244,11 @@ def test_a_large_model_is_given_its_time_at_engines_and_receivers(engines, hf_ch
 def test_an_engine_that_is_gone_is_named(engines):
     gone = f"http://127.0.0.1:{free_port()}"
     for channel in (
-        TensorWeightChannel((engines[0].url, gone)),
-        DistributedWeightChannel((engines[0].url, gone)),
-        DiskWeightChannel((engines[0].url, gone), directory="/nowhere"),
+        TensorWeightChannel(ChannelSpec((engines[0].url, gone))),
+        DistributedWeightChannel(ChannelSpec((engines[0].url, gone))),
+        DiskWeightChannel(
+            ChannelSpec((engines[0].url, gone), sync=WeightSyncConfig(update_weight_disk_dir="/nowhere"))
+        ),
     ):
         with pytest.raises(WeightSyncError) as caught:
             channel.begin(WeightUpdate(version=4))
@@ -255,12 +264,14 @@ def test_an_engine_that_says_another_version_is_not_believed(channel, engines):
 
 
 def test_in_place_keeps_a_cache_that_engines_do_not_give_up(engines):
-    channel = TensorWeightChannel((engines[0].url,), pause_mode="in_place")
+    channel = TensorWeightChannel(
+        ChannelSpec((engines[0].url,), sync=WeightSyncConfig(update_weight_pause_mode="in_place"))
+    )
     engines[0].refuse["/flush_cache"] = "requests are running"
     channel.begin(WeightUpdate(version=4))
     channel.end()
     assert engines[0].version == "4" and engines[0].asked[0] == ("/pause_generation", {"mode": "in_place"})
-    channel = TensorWeightChannel((engines[0].url,))
+    channel = TensorWeightChannel(ChannelSpec((engines[0].url,)))
     channel.begin(WeightUpdate(version=5))
     with pytest.raises(WeightSyncError, match="requests are running"):
         channel.end()
@@ -286,7 +297,9 @@ def checking(engines):
     for engine in engines:
         holds(engine, torch.ones(3))
         engine.answers["/server_info"] = {"device": "cpu", "dtype": "float32"}
-    return TensorWeightChannel(tuple(engine.url for engine in engines), check=True)
+    return TensorWeightChannel(
+        ChannelSpec(tuple(engine.url for engine in engines), sync=WeightSyncConfig(check_weight_update_equal=True))
+    )
 
 
 def holds(engine, *ranks):
@@ -338,7 +351,7 @@ def test_engines_that_all_hold_something_else_are_noticed(checking, engines, sen
 def test_where_engines_have_no_checksum_of_it_only_they_are_compared(
     checking, engines, info, tp_size, ranks, sent, why, caplog
 ):
-    checking.tp_size = tp_size
+    checking.spec = dataclasses.replace(checking.spec, tp_size=tp_size)
     for engine in engines:
         engine.answers["/server_info"] = info
         holds(engine, *[torch.ones(3)] * ranks)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given
-from random_tensors import DTYPES, LAYOUTS, bits, random_tensor, relaid, tensors
 from safetensors.torch import load_file
 
 from slime_core.errors import DamagedError, DataError, FormatVersionError, IntegrityError
@@ -23,6 +22,7 @@ from slime_rollout.weights.checkpoint import (
     verify_checksums,
     version_name,
 )
+from support.random_tensors import DTYPES, LAYOUTS, bits, random_tensor, relaid, tensors
 
 KILLED = """
 import os, signal, sys, torch

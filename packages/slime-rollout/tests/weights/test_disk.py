@@ -1,6 +1,7 @@
 """Whole checkpoints and deltas through files, with engines that only listen; the format of deltas."""
 
 import base64
+import dataclasses
 import pickle
 import shutil
 
@@ -9,19 +10,27 @@ import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from random_tensors import DTYPES, LAYOUTS, SHAPES, bits, random_tensor, relaid
 
 from slime_core.errors import DamagedError, DataError, FormatVersionError
 from slime_core.types import WeightUpdate
 from slime_rollout.engine import WeightSyncError
+from slime_rollout.engine.channels import ChannelSpec
+from slime_rollout.engine.transports import WeightSyncConfig
 from slime_rollout.weights import DeltaWeightChannel, DiskWeightChannel
 from slime_rollout.weights.disk import apply_delta, encode_delta, read_index
+from support.random_tensors import DTYPES, LAYOUTS, SHAPES, bits, random_tensor, relaid
 
 
 @pytest.fixture
 def channel(engines, tmp_path, hf_checkpoint):
     urls = tuple(engine.url for engine in engines)
-    return DiskWeightChannel(urls, directory=str(tmp_path / "shared"), hf_checkpoint=str(hf_checkpoint))
+    return DiskWeightChannel(
+        ChannelSpec(
+            urls,
+            hf_checkpoint=str(hf_checkpoint),
+            sync=WeightSyncConfig(update_weight_disk_dir=str(tmp_path / "shared")),
+        )
+    )
 
 
 def push(channel, weights, version):
@@ -41,8 +50,8 @@ def test_the_version_before_is_removed_once_the_next_is_confirmed(channel, engin
     assert versions(tmp_path) == ["weight_v000002"]
     loads = [body["model_path"] for path, body in engines[0].asked if path == "/update_weights_from_disk"]
     assert loads == [str(tmp_path / "shared" / name) for name in ("weight_v000001", "weight_v000002")]
-    channel.keep_files = True
-    push(channel, first, 3)
+    sync = dataclasses.replace(channel.spec.sync, update_weight_disk_keep_files=True)
+    push(DiskWeightChannel(dataclasses.replace(channel.spec, sync=sync)), first, 3)
     assert versions(tmp_path) == ["weight_v000002", "weight_v000003"]
 
 
@@ -57,8 +66,8 @@ def test_what_an_earlier_process_left_is_removed(channel, tmp_path, first):
 def test_the_checkpoint_that_the_run_began_with_is_kept_wherever_it_is(channel, tmp_path, first):
     push(channel, first, 7)
     (tmp_path / "link").symlink_to(tmp_path / "shared")
-    channel.hf_checkpoint = str(tmp_path / "link" / "weight_v000007")
-    again = pickle.loads(pickle.dumps(channel))
+    began = dataclasses.replace(channel.spec, hf_checkpoint=str(tmp_path / "link" / "weight_v000007"))
+    again = DiskWeightChannel(pickle.loads(pickle.dumps(began)))
     push(again, first, 8)
     push(again, first, 9)
     assert versions(tmp_path) == ["weight_v000007", "weight_v000009"]
@@ -109,7 +118,13 @@ def test_a_version_that_an_engine_refuses_is_removed_and_the_one_before_stays(ch
 def publish(tmp_path, hf_checkpoint, first, step):
     """Publish two versions, for nobody; returns where."""
     directory = tmp_path / "deltas"
-    channel = DeltaWeightChannel((), directory=str(directory), hf_checkpoint=str(hf_checkpoint), keep_files=True)
+    channel = DeltaWeightChannel(
+        ChannelSpec(
+            (),
+            hf_checkpoint=str(hf_checkpoint),
+            sync=WeightSyncConfig(update_weight_disk_dir=str(directory), update_weight_disk_keep_files=True),
+        )
+    )
     for version in (1, 2):
         channel.begin(WeightUpdate(version=version))
         channel.send(list(step(first, version).items()))
@@ -118,7 +133,11 @@ def publish(tmp_path, hf_checkpoint, first, step):
 
 
 def test_what_is_sent_of_a_delta_is_its_size_alone(tmp_path, hf_checkpoint, first, step):
-    channel = DeltaWeightChannel((), directory=str(tmp_path / "deltas"), hf_checkpoint=str(hf_checkpoint))
+    channel = DeltaWeightChannel(
+        ChannelSpec(
+            (), hf_checkpoint=str(hf_checkpoint), sync=WeightSyncConfig(update_weight_disk_dir=str(tmp_path / "deltas"))
+        )
+    )
     changed = step(first, 1)
     for version, weights in ((1, changed), (2, changed)):
         channel.begin(WeightUpdate(version=version))
@@ -133,7 +152,9 @@ def test_deltas_of_an_older_format_are_refused_in_one_line_and_removed(publish, 
     message = r"weight_v000001.index.slwi has format version 1, and this slime reads 2; write it again with this one"
     with pytest.raises(FormatVersionError, match=message):
         read_index(publish, 1)
-    channel = DeltaWeightChannel((), directory=str(publish), hf_checkpoint=str(hf_checkpoint))
+    channel = DeltaWeightChannel(
+        ChannelSpec((), hf_checkpoint=str(hf_checkpoint), sync=WeightSyncConfig(update_weight_disk_dir=str(publish)))
+    )
     channel.begin(WeightUpdate(version=5))
     channel.send(list(step(first, 5).items()))
     channel.end()

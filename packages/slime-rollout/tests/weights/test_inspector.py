@@ -8,6 +8,7 @@ import torch
 import slime_rollout.weights.inspector
 from slime_core.types import WeightUpdate
 from slime_rollout.engine import WeightSyncError
+from slime_rollout.engine.channels import ChannelSpec
 from slime_rollout.weights.gpu_checksum import GpuChecksum
 from slime_rollout.weights.inspector import Gathered, WeightInspector, check_engines, engine_place, find_wrong
 
@@ -190,7 +191,7 @@ def inspect(monkeypatch, sent, info, ranks):
     monkeypatch.setattr(
         slime_rollout.weights.inspector, "call", lambda method, url, *more, **how: answers[url.removeprefix(A)]
     )
-    inspector = WeightInspector([A], 1, 5.0)
+    inspector = WeightInspector(ChannelSpec((A,)))
     inspector.begin(WeightUpdate(version=4))
     assert inspector.send([*sent.items()]) == 0
     return inspector.end()

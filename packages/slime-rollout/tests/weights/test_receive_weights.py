@@ -10,6 +10,8 @@ import pytest
 from slime_core.types import WeightUpdate
 from slime_rollout.cli import main
 from slime_rollout.engine import WeightSyncError
+from slime_rollout.engine.channels import ChannelSpec
+from slime_rollout.engine.transports import WeightSyncConfig
 from slime_rollout.http import HttpError, call
 from slime_rollout.weights import DeltaWeightChannel
 from slime_rollout.weights.checkpoint import CheckpointReader, tensor_checksum
@@ -56,7 +58,13 @@ def push(engines, source, hf_checkpoint, first, step):
     def push(url, key="of-the-run"):
         urls = tuple(engine.url for engine in engines)
         channel = DeltaWeightChannel(
-            urls, directory=str(source), hf_checkpoint=str(hf_checkpoint), receivers=(url,), check=False, key=key
+            ChannelSpec(
+                urls,
+                hf_checkpoint=str(hf_checkpoint),
+                receivers=(url,),
+                key=key,
+                sync=WeightSyncConfig(update_weight_disk_dir=str(source), check_weight_update_equal=False),
+            )
         )
         channel.begin(WeightUpdate(version=1))
         channel.send(list(step(first, 1).items()))

@@ -18,6 +18,8 @@ from safetensors.torch import save_file
 from slime_core.errors import DamagedError, DataError, IntegrityError, WrongBaseError
 from slime_core.types import WeightUpdate
 from slime_rollout.engine import WeightSyncError
+from slime_rollout.engine.channels import ChannelSpec
+from slime_rollout.engine.transports import WeightSyncConfig
 from slime_rollout.http import HttpError, call, key_headers
 from slime_rollout.weights import DeltaReceiver, DeltaWeightChannel, LocalCheckpoint, verify_checkpoint
 from slime_rollout.weights.checkpoint import CheckpointReader, CheckpointWriter, tensor_checksum
@@ -40,9 +42,11 @@ PUBLISHER = """
 import sys, torch
 from safetensors.torch import load_file, save_file
 from slime_core.types import WeightUpdate
-from slime_rollout.weights import DeltaWeightChannel
+from slime_rollout.weights import ChannelSpec, DeltaWeightChannel
+from slime_rollout.engine.transports import WeightSyncConfig
 source, hf_checkpoint, whole = sys.argv[1:]
-channel = DeltaWeightChannel((), directory=source, hf_checkpoint=hf_checkpoint)
+sync = WeightSyncConfig(update_weight_disk_dir=source)
+channel = DeltaWeightChannel(ChannelSpec((), sync=sync, hf_checkpoint=hf_checkpoint))
 weights = load_file(hf_checkpoint + "/model.safetensors")
 for version in (1, 2, 3):
     torch.manual_seed(version)
@@ -129,11 +133,13 @@ def receiver(tmp_path, hf_checkpoint, source):
 @pytest.fixture
 def channel(engines, receiver, hf_checkpoint, source):
     return DeltaWeightChannel(
-        tuple(engine.url for engine in engines),
-        directory=str(source),
-        hf_checkpoint=str(hf_checkpoint),
-        receivers=(receiver.url,),
-        key=KEY,
+        ChannelSpec(
+            tuple(engine.url for engine in engines),
+            hf_checkpoint=str(hf_checkpoint),
+            receivers=(receiver.url,),
+            key=KEY,
+            sync=WeightSyncConfig(update_weight_disk_dir=str(source)),
+        )
     )
 
 
@@ -374,7 +380,7 @@ def test_a_receivers_error_reaches_the_sender_and_engines_stay_as_they_are(
     other = tmp_path / "other"
     other.mkdir()
     save_file({name: tensor + 1 for name, tensor in first.items()}, other / "model.safetensors")
-    channel = dataclasses.replace(channel, hf_checkpoint=str(other))
+    channel = DeltaWeightChannel(dataclasses.replace(channel.spec, hf_checkpoint=str(other)))
     with pytest.raises(WeightSyncError, match=r"/pull: HTTP 409: .*WrongBaseError") as caught:
         push(channel, step(first, 2), 2)
     assert caught.value.url == receiver.url
@@ -425,11 +431,13 @@ def test_only_whoever_has_the_key_can_ask(engines, hf_checkpoint, source, tmp_pa
                 call("POST", receiver.url + "/pull", {"version": 1}, key=key)
             assert caught.value.status == 401
         channel = DeltaWeightChannel(
-            (engines[0].url,),
-            directory=str(source),
-            hf_checkpoint=str(hf_checkpoint),
-            receivers=(receiver.url,),
-            key="of-the-run",
+            ChannelSpec(
+                (engines[0].url,),
+                hf_checkpoint=str(hf_checkpoint),
+                receivers=(receiver.url,),
+                key="of-the-run",
+                sync=WeightSyncConfig(update_weight_disk_dir=str(source)),
+            )
         )
         push(channel, first, 1)
     assert_holds(tmp_path / "local" / "weight_v000001", first)
@@ -455,7 +463,9 @@ def test_by_default_only_the_run_that_publishes_can_ask(channel, receiver, sourc
     assert_holds(tmp_path / "local" / "weight_v000001", first)
     published = source / KEY_FILE
     assert KEY not in published.read_text()
-    push(dataclasses.replace(channel, key="another"), first, 2)  # a run that goes on has another key
+    push(
+        DeltaWeightChannel(dataclasses.replace(channel.spec, key="another")), first, 2
+    )  # a run that goes on has another key
     assert statuses(version=2) == [401, 401, 200, 401, 401]
     for damage in ("", "no hash", "a b c", "é " * 50, "x" * 10_000):
         published.write_text(damage)
@@ -478,7 +488,12 @@ def test_checksums_that_are_not_the_senders_are_an_error(engines, first, hf_chec
     lying = engines[1]
     lying.answers["/pull"] = {"path": "/somewhere", "checksums": dict.fromkeys(first, "0")}
     channel = DeltaWeightChannel(
-        (engines[0].url,), directory=str(source), hf_checkpoint=str(hf_checkpoint), receivers=(lying.url,)
+        ChannelSpec(
+            (engines[0].url,),
+            hf_checkpoint=str(hf_checkpoint),
+            receivers=(lying.url,),
+            sync=WeightSyncConfig(update_weight_disk_dir=str(source)),
+        )
     )
     with pytest.raises(WeightSyncError, match="of 6 tensors, 6 differ") as caught:
         push(channel, first, 1)
@@ -490,7 +505,12 @@ def test_what_is_no_receivers_answer_is_an_error_that_names_it(engines, first, h
     engines[1].answers["/pull"] = answer
     other = (engines[1].url,)
     channel = DeltaWeightChannel(
-        (engines[0].url,), directory=str(source), hf_checkpoint=str(hf_checkpoint), receivers=other
+        ChannelSpec(
+            (engines[0].url,),
+            hf_checkpoint=str(hf_checkpoint),
+            receivers=other,
+            sync=WeightSyncConfig(update_weight_disk_dir=str(source)),
+        )
     )
     with pytest.raises(WeightSyncError, match=f"{engines[1].url}/pull answered .*not as a receiver does") as caught:
         push(channel, first, 1)
@@ -515,7 +535,13 @@ def test_the_first_checkpoint_is_kept_wherever_it_is(engines, source, tmp_path, 
     writer.finish()
     with DeltaReceiver(directory=str(tmp_path / "local"), hf_checkpoint=str(kept), source=str(source)) as receiver:
         channel = DeltaWeightChannel(
-            (engines[0].url,), directory=str(source), hf_checkpoint=str(kept), receivers=(receiver.url,), key=KEY
+            ChannelSpec(
+                (engines[0].url,),
+                hf_checkpoint=str(kept),
+                receivers=(receiver.url,),
+                key=KEY,
+                sync=WeightSyncConfig(update_weight_disk_dir=str(source)),
+            )
         )
         push(channel, step(first, 1), 1)
     assert sorted(path.name for path in kept.parent.iterdir()) == ["weight_v000001", "weight_v000009"]
@@ -523,7 +549,7 @@ def test_the_first_checkpoint_is_kept_wherever_it_is(engines, source, tmp_path, 
 
 def test_receivers_are_one_for_all_or_one_for_each():
     with pytest.raises(WeightSyncError, match="2 receivers for 3 engines"):
-        DeltaWeightChannel(("http://a", "http://b", "http://c"), receivers=("http://r", "http://s"))
+        DeltaWeightChannel(ChannelSpec(("http://a", "http://b", "http://c"), receivers=("http://r", "http://s")))
 
 
 def test_killed_anywhere_it_continues(source, tmp_path, hf_checkpoint):

@@ -156,22 +156,15 @@ def layer_spec(config: Any) -> Any:
 
 
 def _transformer_config(shape: ModelShape) -> Any:
-    """Megatron's config of a model: the fields of the shape that it has too, and those under other names."""
+    """Megatron's config of a model: what its shape sets, and what core asks for beyond."""
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     kind = MLATransformerConfig if shape.multi_latent_attention else TransformerConfig
-    known = {field.name for field in dataclasses.fields(kind)}
-    values = {field.name: getattr(shape, field.name) for field in dataclasses.fields(shape) if field.name in known}
-    values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
     gelu_tanh = functools.partial(torch.nn.functional.gelu, approximate="tanh")
-    values |= {
+    values = shape.megatron_values({field.name for field in dataclasses.fields(kind)}) | {
         "activation_func": torch.nn.functional.silu if shape.swiglu else quick_gelu if shape.quick_geglu else gelu_tanh,
-        "gated_linear_unit": True,
-        "layernorm_epsilon": shape.norm_epsilon,
         "layernorm_zero_centered_gamma": False,  # local norms refuse it
-        "normalization": shape.normalization,
-        "num_moe_experts": shape.num_experts,
         "mtp_num_layers": shape.mtp_num_layers or None,
         "window_size": None if shape.window_size is None else (shape.window_size, 0),
     }

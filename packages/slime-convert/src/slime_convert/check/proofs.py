@@ -17,10 +17,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from slime_convert.check import CheckResult, Row
+from slime_convert.check.results import CheckResult, Proof
 from slime_convert.check.tiny import TOKENS_BS, TinyModel, build, quiet
 from slime_convert.compare import verify
-from slime_convert.convert import hf_to_torch_dist, megatron_to_hf
+from slime_convert.conversions.from_megatron import megatron_to_hf
+from slime_convert.conversions.to_megatron import hf_to_torch_dist
 from slime_convert.errors import CheckError, ConvertError
 from slime_convert.families import FAMILIES
 from slime_convert.shape import ModelShape
@@ -35,15 +36,9 @@ _MEGATRON = "slime_convert.check.megatron"
 
 
 def prove(configs: Sequence[Mapping[str, Any]], directory: Path, *, megatron: bool) -> list[CheckResult]:
-    """Prove that tiny models convert.
+    """Prove, in an empty directory, that the tiny models of some ``config.json`` convert.
 
-    Args:
-        configs: A ``config.json`` of each.
-        directory: An empty one, to work in.
-        megatron: Run them in megatron-core too.
-
-    Raises:
-        CheckError: transformers cannot build a model, or the disk is full.
+    A :class:`CheckError` if transformers cannot build one, or the disk is full.
     """
     try:
         with quiet():
@@ -64,7 +59,7 @@ def _name(model: TinyModel) -> str:
     return f"a tiny random {shape.family} model of {shape.num_layers} layers{modules}"
 
 
-def _rows_of_transformers(model: TinyModel) -> list[Row]:
+def _rows_of_transformers(model: TinyModel) -> list[Proof]:
     whole, half = model.directory, model.directory.with_suffix(".bfloat16")
     model.save_bfloat16(half)
     rows = [
@@ -72,16 +67,16 @@ def _rows_of_transformers(model: TinyModel) -> list[Row]:
         _row("there and back, bfloat16", partial(_comes_back, half)),
     ]
     if not _back(whole).exists():
-        return [*rows, Row("transformers", None, _NO_CHECKPOINT)]
+        return [*rows, Proof("transformers", None, _NO_CHECKPOINT)]
     return [*rows, _row("transformers", partial(_has_same_logits, model))]
 
 
-def _row(name: str, proof: Callable[[], tuple[bool, str]]) -> Row:
+def _row(name: str, proof: Callable[[], tuple[bool, str]]) -> Proof:
     try:
-        return Row(name, *proof())
+        return Proof(name, *proof())
     except Exception as error:  # a mistaken table fails in any way
         kind = "" if isinstance(error, ConvertError) else f"{type(error).__name__}: "
-        return Row(name, False, f"{kind}{error}")
+        return Proof(name, False, f"{kind}{error}")
 
 
 def _converted(origin: Path) -> Path:
@@ -124,7 +119,7 @@ def _has_same_logits(model: TinyModel) -> tuple[bool, str]:
 
 
 def _run_in_megatron(models: Sequence[TinyModel], directory: Path, *, wanted: bool) -> list[dict[str, Any]]:
-    """What Megatron's process says of each model: figures, an ``error``, or under ``not run`` why there are none."""
+    """Each model's outcome in Megatron's process: figures, an ``error``, or under ``not run`` why there are none."""
     if not wanted:
         return [{"not run": "left out, as asked"}] * len(models)
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
@@ -144,12 +139,12 @@ def _why_not_run(model: TinyModel) -> str:
         return _NO_CHECKPOINT
     if not expected_logits(model).abs().max() > 1:
         return "transformers' logits are below 1 or not numbers, and would prove nothing"
-    lacks = what_core_lacks(model.map.shape)
+    lacks = missing_in_megatron(model.map.shape)
     return f"megatron-core {importlib.metadata.version('megatron-core')} lacks {lacks}" if lacks else ""
 
 
-def what_core_lacks(shape: ModelShape) -> str:
-    """What stock megatron-core 0.16.1 lacks to run a model on local layers; empty if nothing."""
+def missing_in_megatron(shape: ModelShape) -> str:
+    """The parts that stock megatron-core 0.16.1 lacks to run a model on local layers; empty if it has all."""
     llama3 = (shape.rope_low_freq_factor, shape.rope_high_freq_factor, shape.rope_original_max_position_embeddings)
     if shape.use_rope_scaling and llama3 != (1.0, 4.0, 8192):
         return "other constants of Llama 3's rotary scaling than 3.1's"
@@ -194,15 +189,15 @@ def _run_process(jobs: Path, results: Path) -> str:
     return f"Megatron's process ended with code {process.returncode}: {last}"
 
 
-def _rows_of_megatron(outcome: Mapping[str, Any]) -> tuple[Row, Row]:
+def _rows_of_megatron(outcome: Mapping[str, Any]) -> tuple[Proof, Proof]:
     if reason := outcome.get("not run"):
-        return Row("Megatron", None, reason), Row("export", None, reason)
+        return Proof("Megatron", None, reason), Proof("export", None, reason)
     if error := outcome.get("error"):
-        return Row("Megatron", False, error), Row("export", None, "the model did not run in Megatron")
+        return Proof("Megatron", False, error), Proof("export", None, "the model did not run in Megatron")
     difference, wrong = outcome["difference"], outcome["wrong"]
     exported = f"{wrong[0]} is not the same ({len(wrong)} such weights)" if wrong else None
     core = importlib.metadata.version("megatron-core")
     return (
-        Row("Megatron", difference <= TOLERANCE, f"megatron-core {core}, logits differ by at most {difference:.1e}"),
-        Row("export", not wrong, exported or f"{outcome['exported']} weights, bit for bit"),
+        Proof("Megatron", difference <= TOLERANCE, f"megatron-core {core}, logits differ by at most {difference:.1e}"),
+        Proof("export", not wrong, exported or f"{outcome['exported']} weights, bit for bit"),
     )

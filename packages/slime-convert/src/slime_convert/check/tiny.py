@@ -89,7 +89,6 @@ def _kinds(shape: ModelShape) -> set[tuple[bool, bool, bool]]:
 
 
 def _resized(config: HfConfig, shape: ModelShape) -> dict[str, Any]:
-    """The config with small sizes and as many layers as before."""
     known = {**FAMILIES[shape.family].defaults, **config.values}
     sizes = _sizes(shape) | _expert_sizes(shape)
     tiny = {key: value for key, value in config.values.items() if key not in _LEFT_OUT and key[:1] != "_"}
@@ -170,12 +169,9 @@ def _with_layers(config: Mapping[str, Any], layers: int, shape: ModelShape) -> d
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A random model of float32 weights.
+    """A random model of float32 weights, saved under the config that it was made of.
 
-    Attributes:
-        directory: Where it is saved, under the config that it was made of.
-        map: Its weights under both names.
-        model: The model in transformers, which leaves prediction modules out.
+    ``model`` is the one in transformers, which leaves prediction modules out; ``map`` has its weights under both names.
     """
 
     directory: Path
@@ -216,11 +212,7 @@ def quiet() -> Iterator[None]:
 
 
 def build(config: Mapping[str, Any], directory: Path) -> TinyModel:
-    """Make a random model of a ``config.json``, and save it in a directory that is to be created.
-
-    Raises:
-        CheckError: transformers cannot build it.
-    """
+    """Make a random model of a ``config.json``, in a new directory; a :class:`CheckError` if transformers cannot."""
     generator = torch.Generator().manual_seed(0)
     save({}, config, directory)
     try:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slime_convert.convert import without_missing_modules
 from slime_convert.errors import ConvertError, HfConfigError, WeightError
 from slime_convert.families import FAMILIES
 from slime_convert.files.tensors import LazyTensor, TensorInfo, narrow, tensor_info
 from slime_convert.formats.checkpoint import VOCABULARY_WEIGHTS, Naming, Weights
-from slime_convert.mapping import WeightMap, check_weight_count, hf_copies
+from slime_convert.mapping import WeightMap, check_weight_count, hf_copies, without_missing_modules
 from slime_convert.shape import ModelShape
 
 _EMBEDDINGS: Mapping[Naming, tuple[str, str]] = {
@@ -54,7 +54,7 @@ class AsHf(View):
                 continue
             used |= set(parts)
             try:
-                outline = self.map.huggingface(name, self._outline)
+                outline = self.map.huggingface(name, partial(_outline, self._found))
                 self._cut.add(name)
                 infos.append((name, outline.info(name)))
             except WeightError:
@@ -67,9 +67,6 @@ class AsHf(View):
             output = _EMBEDDINGS["huggingface"][0]
             infos.append((output, tensor_info(output, self._tied_output.dtype, shape)))
         return infos
-
-    def _outline(self, name: str) -> LazyTensor:
-        return LazyTensor.zeros(self._found[name].dtype, self._found[name].shape)
 
     def tensor(self, name: str) -> LazyTensor:
         """One Hugging Face weight, to be read."""
@@ -101,11 +98,7 @@ def _cut(info: TensorInfo, vocab_size: int) -> TensorInfo:
 
 
 def under_one_naming(left: Weights, right: Weights, origin: str | Path | None) -> tuple[Weights, Weights]:
-    """Two checkpoints under the same names; ``origin`` as :func:`slime_convert.verify` has it.
-
-    Raises:
-        HfConfigError: The names differ, and neither checkpoint tells the model's shape.
-    """
+    """Two checkpoints under the same names; a :class:`HfConfigError` if these differ, and nothing tells the shape."""
     if left.naming == right.naming == "huggingface":
         return left, right
     given = ModelShape.from_hf_config(origin) if origin is not None else left.shape or right.shape
@@ -172,13 +165,13 @@ def _accounts_for_all(weight_map: WeightMap, weights: Weights) -> bool:
     tensors = copy.copy(weights).named(weight_map)  # a copy, since weights keep the table that they are named by
     if names - {tied_output} != set(tensors) - {tied_output}:
         return False
-
-    def outline(name: str) -> LazyTensor:
-        return LazyTensor.zeros(tensors[name].dtype, tensors[name].shape)
-
     for name in weight_map.hf_names():
-        weight_map.huggingface(name, outline)
+        weight_map.huggingface(name, partial(_outline, tensors))
     return True
+
+
+def _outline(infos: Mapping[str, TensorInfo], name: str) -> LazyTensor:
+    return LazyTensor.zeros(infos[name].dtype, infos[name].shape)
 
 
 def shared_weights(naming: Naming, left: Weights, right: Weights) -> dict[str, str]:

@@ -145,10 +145,8 @@ def _shown(value: Any) -> str:
 def expert_fields(config: HfConfig, *, normalised: bool) -> dict[str, Any]:
     """The fields about experts and a router that takes a softmax.
 
-    Args:
-        config: The config.
-        normalised: Whether the chosen experts' weights sum to one where ``norm_topk_prob`` is left out. If so, a single
-            expert per token is refused (:class:`UnsupportedModelError`).
+    ``normalised`` says whether the chosen experts' weights sum to one where ``norm_topk_prob`` is left out. If so, a
+    single expert per token is refused (:class:`UnsupportedModelError`).
     """
     sums_to_one, topk = config.switch("norm_topk_prob", normalised), config.integer("num_experts_per_tok")
     if sums_to_one and topk == 1:

@@ -14,7 +14,7 @@ from slime_convert.families.family import (
     MLP,
     ROWS,
     Family,
-    Rule,
+    WeightRule,
     also,
     mlp_or_experts,
     mtp_rules,
@@ -27,13 +27,13 @@ from slime_convert.families.layouts import indexer_rows
 _A = "self_attention."
 
 
-def _both_names(rule: Rule) -> Rule:
+def _both_names(rule: WeightRule) -> WeightRule:
     """A norm that Transformer Engine fuses, in a layer whose local form keeps the norm's own name on disk."""
-    return replace(rule, stored_as=tuple(filter(None, (rule.engine_name, rule.megatron))))
+    return replace(rule, stored_as=tuple(filter(None, (rule.te_name, rule.megatron))))
 
 
 # The projections to the latents are whole on every rank in Transformer Engine's layers.
-LATENT_ATTENTION: tuple[Rule, ...] = (
+LATENT_ATTENTION: tuple[WeightRule, ...] = (
     norm("input_layernorm", "input_layernorm"),
     weight(f"{_A}linear_q_proj.weight", "latent_query hidden", "self_attn.q_proj.weight", ROWS, when="!q_lora_rank"),
     *also(
@@ -50,7 +50,7 @@ LATENT_ATTENTION: tuple[Rule, ...] = (
     weight(f"{_A}linear_proj.weight", "hidden latent_value", "self_attn.o_proj.weight", COLUMNS),
 )
 ROUTER_BIAS = weight("mlp.router.expert_bias", "experts", "mlp.gate.e_score_correction_bias")
-SIGMOID_EXPERTS: tuple[Rule, ...] = (*EXPERTS, ROUTER_BIAS, *shared_expert("mlp.shared_experts"))
+SIGMOID_EXPERTS: tuple[WeightRule, ...] = (*EXPERTS, ROUTER_BIAS, *shared_expert("mlp.shared_experts"))
 # In latent attention's layers the norm before the router has one name only, that before an MLP two.
 _LATENT_MLPS = mlp_or_experts(
     (*also(SIGMOID_EXPERTS[:1], stored_as=()), *SIGMOID_EXPERTS[1:]), mlp=(_both_names(MLP[0]), *MLP[1:])
@@ -153,7 +153,7 @@ GLM4_MOE_LITE = DEEPSEEK_V3.named(
 )
 
 
-def _indexer(*, pairs: bool) -> tuple[Rule, ...]:
+def _indexer(*, pairs: bool) -> tuple[WeightRule, ...]:
     """The weights of sparse attention's indexer, under the names and in the order of megatron-core 0.16 to 0.18."""
     megatron, hf = f"{_A}core_attention.indexer.", "self_attn.indexer."
     per_head, one_head = indexer_rows("index_heads", pairs=pairs), indexer_rows(None, pairs=pairs)
@@ -209,3 +209,5 @@ GLM_MOE_DSA = _sparse(
     pairs=True,
     models="GLM-5, GLM-5.1",
 )
+
+FAMILIES = (DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, DEEPSEEK_V32, GLM_MOE_DSA)

@@ -1,4 +1,4 @@
-"""What makes up a model family: a weight table, and what its ``config.json`` means. Tables are data.
+"""A model family: its weight table, and the meaning of its ``config.json``. Tables are data.
 
 A row of a table ties a Megatron weight to the Hugging Face weights inside it. ``{i}`` stands for the layer, ``{e}`` for
 the expert, ``{m}`` for the prediction module (which counts as layer ``{i}`` after the last). Dimensions are named;
@@ -7,12 +7,15 @@ the expert, ``{m}`` for the prediction module (which counts as layer ``{i}`` aft
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from slime_convert.families.config import HfConfig
 from slime_convert.families.layouts import GATED_QKV, GROUPED_QKV, IN_ORDER, Layout
+from slime_convert.former_names import former
 
 LAYER, HF_LAYER = "decoder.layers.{i}.", "model.layers.{i}."
 MTP = "mtp.layers.{m}."
@@ -22,13 +25,10 @@ WHOLE, ROWS, COLUMNS = None, 0, 1
 
 
 @dataclass(frozen=True)
-class Part:
-    """A Hugging Face weight, or the part of one that is about one expert.
+class HfPart:
+    """A Hugging Face weight, its name with placeholders.
 
-    Attributes:
-        name: With placeholders.
-        dims: Names of its dimensions; of an expert's part, without the axis of experts in front.
-        stacked: All experts lie in one tensor; this is the part of ``{e}``.
+    If ``stacked``, all experts lie in one tensor, and this is the part of ``{e}``, without the axis of experts.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Rule:
+class WeightRule:
     """One row of a weight table.
 
     Attributes:
@@ -48,8 +48,8 @@ class Rule:
         layout: How they are joined.
         split: The axis along which tensor-parallel ranks split it, if they do.
         stored_sections: Names of the sections, where ``torch_dist`` checkpoints hold each under a key of its own.
-        engine_name: Its name in a model of Transformer Engine's layers, if another: fused norms, grouped experts.
-        stored_as: Its names in a ``torch_dist`` checkpoint, with the layer's number, if others than ``engine_name``'s
+        te_name: Its name in a model of Transformer Engine's layers, if another: fused norms, grouped experts.
+        stored_as: Its names in a ``torch_dist`` checkpoint, with the layer's number, if others than ``te_name``'s
             or ``megatron``'s. Where models of local and of Transformer Engine's layers ask for different ones, both.
         when: A field of the shape that a model with this weight has; with ``!`` in front, that it does not have.
         layers: The kind of layers that have it: ``experts`` or ``dense``, ``linear`` or ``full`` attention; of any
@@ -59,15 +59,22 @@ class Rule:
 
     megatron: str
     dims: str
-    hf: tuple[Part, ...]
+    hf: tuple[HfPart, ...]
     layout: Layout = IN_ORDER
     split: int | None = WHOLE
     stored_sections: tuple[str, ...] = ()
-    engine_name: str | None = None
+    te_name: str | None = None
     stored_as: tuple[str, ...] = ()
     when: str = ""
     layers: str = ""
     like: str = ""
+    engine_name: InitVar[str | None] = None  # the former name of te_name
+
+    def __post_init__(self, engine_name: str | None) -> None:
+        if engine_name is not None and self.te_name is None:
+            said = "engine_name= of a weight's row is now te_name=; the old name goes with the next release"
+            warnings.warn(said, DeprecationWarning, stacklevel=3)
+            object.__setattr__(self, "te_name", engine_name)
 
     @property
     def sections(self) -> list[str]:
@@ -76,9 +83,12 @@ class Rule:
         return rows.split("+") if "+" in rows and self.split is not WHOLE else []
 
 
+WeightRule.engine_name = property(lambda rule: rule.te_name)  # type: ignore[attr-defined]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What a ``model_type`` implies.
+    """One ``model_type``: its weights, and the meaning of its config.
 
     Attributes:
         model_type: Hugging Face's name of it.
@@ -96,12 +106,12 @@ class Family:
     """
 
     model_type: str
-    layer: tuple[Rule, ...]
+    layer: tuple[WeightRule, ...]
     fields: Callable[[HfConfig], Mapping[str, Any]] = lambda _: {}
     allowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    mtp: tuple[Rule, ...] = ()
+    mtp: tuple[WeightRule, ...] = ()
     mtp_layer: str = HF_LAYER
     mtp_copies: tuple[str, ...] = ()
     lacks: str = ""
@@ -112,10 +122,10 @@ class Family:
         return replace(self, model_type=model_type, **changes)
 
 
-def norm(megatron: str, hf: str, dims: str = "hidden", fused_into: str | None = None, **more: Any) -> Rule:
+def norm(megatron: str, hf: str, dims: str = "hidden", fused_into: str | None = None, **more: Any) -> WeightRule:
     """A norm in a layer, and the linear layer into which Transformer Engine fuses it."""
-    engine_name = f"{LAYER}{fused_into}.layer_norm_weight" if fused_into else None
-    return weight(f"{megatron}.weight", dims, f"{hf}.weight", engine_name=engine_name, **more)
+    te_name = f"{LAYER}{fused_into}.layer_norm_weight" if fused_into else None
+    return weight(f"{megatron}.weight", dims, f"{hf}.weight", te_name=te_name, **more)
 
 
 def weight(
@@ -125,7 +135,7 @@ def weight(
     split: int | None = WHOLE,
     layout: Layout = IN_ORDER,
     **more: Any,
-) -> Rule:
+) -> WeightRule:
     """A weight or bias in a layer.
 
     Args:
@@ -135,47 +145,47 @@ def weight(
             expert's weight, a name without ``{e}`` holds all experts.
         split: The axis along which tensor-parallel ranks split it.
         layout: How parts are joined.
-        more: As :class:`Rule` has it.
+        more: As :class:`WeightRule` has it.
     """
     named = {hf: dims} if isinstance(hf, str) else hf
     of_expert = "{e}" in megatron
-    parts = tuple(Part(HF_LAYER + name, rows, of_expert and "{e}" not in name) for name, rows in named.items())
-    return Rule(LAYER + megatron, dims, parts, layout, split, **more)
+    parts = tuple(HfPart(HF_LAYER + name, rows, of_expert and "{e}" not in name) for name, rows in named.items())
+    return WeightRule(LAYER + megatron, dims, parts, layout, split, **more)
 
 
-def expert(megatron: str, *args: Any) -> Rule:
+def expert(megatron: str, *args: Any) -> WeightRule:
     """A weight of one expert (by its number in the whole model), such as ``linear_fc1.weight``; see :func:`weight`."""
     return weight(
         f"mlp.experts.local_experts.{{e}}.{megatron}",
         *args,
-        engine_name=f"{LAYER}mlp.experts.{megatron}{{e}}",
+        te_name=f"{LAYER}mlp.experts.{megatron}{{e}}",
         # Experts of both kinds are stored under one key with an axis of experts.
         stored_as=(f"{LAYER}mlp.experts.experts.{megatron}",),
     )
 
 
-def also(rules: Sequence[Rule], **changes: Any) -> tuple[Rule, ...]:
+def also(rules: Sequence[WeightRule], **changes: Any) -> tuple[WeightRule, ...]:
     """Rules with changes, such as ``layers="experts"``."""
     return tuple(replace(rule, **changes) for rule in rules)
 
 
 _VOCABULARY = "padded_vocab hidden"
-EMBEDDING = Rule(
-    "embedding.word_embeddings.weight", _VOCABULARY, (Part("model.embed_tokens.weight", "vocab hidden"),), split=ROWS
+EMBEDDING = WeightRule(
+    "embedding.word_embeddings.weight", _VOCABULARY, (HfPart("model.embed_tokens.weight", "vocab hidden"),), split=ROWS
 )
 OUTPUT = (
-    Rule("decoder.final_layernorm.weight", "hidden", (Part("model.norm.weight", "hidden"),)),
-    Rule(
+    WeightRule("decoder.final_layernorm.weight", "hidden", (HfPart("model.norm.weight", "hidden"),)),
+    WeightRule(
         "output_layer.weight",
         _VOCABULARY,
-        (Part("lm_head.weight", "vocab hidden"),),
+        (HfPart("lm_head.weight", "vocab hidden"),),
         split=ROWS,
         when="untie_embeddings_and_output_weights",
     ),
 )
 
 
-def qkv(kind: str, layout: Layout = GROUPED_QKV, **more: Any) -> Rule:
+def qkv(kind: str, layout: Layout = GROUPED_QKV, **more: Any) -> WeightRule:
     """The joined projection of queries, keys and values: its ``weight`` or its ``bias``."""
     whole, query = ("gated_qkv", "query+query") if layout is GATED_QKV else ("qkv", "query")
     columns = " hidden" if kind == "weight" else ""
@@ -183,12 +193,12 @@ def qkv(kind: str, layout: Layout = GROUPED_QKV, **more: Any) -> Rule:
     return weight(f"self_attention.linear_qkv.{kind}", whole + columns, parts, ROWS, layout, **more)
 
 
-def gate_and_up(megatron: str, ffn: str, gate: str, up: str, make: Callable[..., Rule] = weight) -> Rule:
+def gate_and_up(megatron: str, ffn: str, gate: str, up: str, make: Callable[..., WeightRule] = weight) -> WeightRule:
     """The joined gate and up projections of an MLP with ``ffn`` channels, by their names in both."""
     return make(megatron, f"{ffn}+{ffn} hidden", dict.fromkeys((gate, up), f"{ffn} hidden"), ROWS)
 
 
-def attention(layout: Layout = GROUPED_QKV) -> tuple[Rule, ...]:
+def attention(layout: Layout = GROUPED_QKV) -> tuple[WeightRule, ...]:
     """The weights of attention and of the norm before it."""
     return (
         norm("input_layernorm", "input_layernorm", fused_into="self_attention.linear_qkv"),
@@ -218,7 +228,7 @@ EXPERTS_NORM = norm(
 
 def experts(
     prefix: str = "mlp.experts.{e}.", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
-) -> tuple[Rule, ...]:
+) -> tuple[WeightRule, ...]:
     """The two weights of each expert, by Hugging Face's names of its three projections."""
     return (
         gate_and_up("linear_fc1.weight", "expert_ffn", f"{prefix}{gate}.weight", f"{prefix}{up}.weight", make=expert),
@@ -226,7 +236,7 @@ def experts(
     )
 
 
-def shared_expert(name: str) -> tuple[Rule, ...]:
+def shared_expert(name: str) -> tuple[WeightRule, ...]:
     """The weights of the expert that every token passes, if there is one, by its name in Hugging Face."""
     own = "mlp.shared_experts."
     rules = (
@@ -240,18 +250,18 @@ def shared_expert(name: str) -> tuple[Rule, ...]:
 EXPERTS = (EXPERTS_NORM, weight("mlp.router.weight", "experts hidden", "mlp.gate.weight"), *experts())
 
 
-def mlp_or_experts(experts: Sequence[Rule], mlp: Sequence[Rule] = MLP) -> tuple[Rule, ...]:
+def mlp_or_experts(experts: Sequence[WeightRule], mlp: Sequence[WeightRule] = MLP) -> tuple[WeightRule, ...]:
     """The weights of layers with either experts or an MLP."""
     return (*also(mlp, layers="dense"), *also(experts, layers="experts"))
 
 
 def mtp_rules(
     prefix: str, enorm: str, hnorm: str, eh_proj: str, final_norm: str, layout: Layout = IN_ORDER
-) -> tuple[Rule, ...]:
+) -> tuple[WeightRule, ...]:
     """The weights of a prediction module in addition to those of the layer inside it, by Hugging Face's names."""
 
-    def rule(megatron: str, hf: str, dims: str = "hidden", **more: Any) -> Rule:
-        return Rule(f"{MTP}{megatron}.weight", dims, (Part(f"{prefix}{hf}.weight", dims),), **more)
+    def rule(megatron: str, hf: str, dims: str = "hidden", **more: Any) -> WeightRule:
+        return WeightRule(f"{MTP}{megatron}.weight", dims, (HfPart(f"{prefix}{hf}.weight", dims),), **more)
 
     return (
         rule("enorm", enorm),
@@ -261,7 +271,7 @@ def mtp_rules(
     )
 
 
-def in_module(rule: Rule, family: Family) -> Rule:
+def in_module(rule: WeightRule, family: Family) -> WeightRule:
     """The row of a layer's weight for the layer inside a prediction module."""
 
     def moved(name: str) -> str:
@@ -271,7 +281,10 @@ def in_module(rule: Rule, family: Family) -> Rule:
         rule,
         megatron=moved(rule.megatron),
         hf=tuple(replace(part, name=part.name.replace(HF_LAYER, family.mtp_layer)) for part in rule.hf),
-        engine_name=moved(rule.engine_name) if rule.engine_name else None,
+        te_name=moved(rule.te_name) if rule.te_name else None,
         stored_as=tuple(map(moved, rule.stored_as)),
         like=moved(rule.like),
     )
+
+
+__getattr__ = partial(former, __name__)

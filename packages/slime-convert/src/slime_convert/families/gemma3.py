@@ -77,3 +77,5 @@ GEMMA3_TEXT = Family(
     "Transformer Engine",
     models="Gemma 3 270M, 1B; the text part of 4B to 27B stored as gemma3_text",
 )
+
+FAMILIES = (GEMMA3_TEXT,)

@@ -62,3 +62,5 @@ GLM4_MOE = Family(
     mtp_copies=MTP_COPIES,
     models="GLM-4.5, 4.5-Air, 4.6, 4.7",
 )
+
+FAMILIES = (GLM, GLM4, GLM4_MOE)

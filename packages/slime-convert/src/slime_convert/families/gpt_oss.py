@@ -77,3 +77,5 @@ GPT_OSS = Family(
     },
     models="gpt-oss-20b, 120b (bfloat16 and MXFP4)",
 )
+
+FAMILIES = (GPT_OSS,)

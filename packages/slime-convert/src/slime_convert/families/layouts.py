@@ -1,4 +1,4 @@
-"""How Hugging Face tensors are laid out inside one Megatron tensor. Pure functions; the two of a pair are inverses.
+"""The places of Hugging Face tensors inside one Megatron tensor. Pure functions; the two of a pair are inverses.
 
 They move blocks of rows about, and work on torch's tensors as on lazy ones. Notation: G key-value groups, Q query heads
 per group, E channels per head, F MLP channels, D trailing channels (hidden size; none for a bias).

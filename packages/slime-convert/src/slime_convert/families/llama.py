@@ -57,3 +57,5 @@ MIXTRAL = Family(
     },
     models="Mixtral 8x7B, 8x22B",
 )
+
+FAMILIES = (LLAMA, MISTRAL, MIXTRAL)

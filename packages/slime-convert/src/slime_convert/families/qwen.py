@@ -178,3 +178,5 @@ QWEN3_NEXT = Family(
     "Transformer Engine",
     models="Qwen3-Next-80B-A3B, Qwen3-Coder-Next",
 )
+
+FAMILIES = (QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT, MIMO)

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Conversion:
-    """What is converted: two that are equal write the same bytes.
+    """A conversion's inputs and options: two that are equal write the same bytes.
 
     Attributes:
         inputs: Files and directories that are read. Made before they are, so that a change meanwhile is noticed.
@@ -111,9 +111,7 @@ def _files(path: Path) -> list[Path]:
 class Partial:
     """The unfinished output of one conversion, locked against other processes until it is closed.
 
-    Args:
-        target: Where the output will be. Its parent must exist.
-        record: What is converted, for a new directory.
+    The parent of ``target``, where the output will be, must exist.
 
     Raises:
         OutputError: Another process writes it, or something else is in its place.
@@ -271,7 +269,7 @@ def _discard(directory: Path) -> None:
 
 
 def partial_path(target: Path) -> Path:
-    """Where the unfinished output of a target is."""
+    """The place of a target's unfinished output."""
     return target.with_name(f".{target.name}.partial")
 
 
@@ -371,7 +369,7 @@ def entries(directory: Path) -> dict[str, os.stat_result]:
 
 
 def strangers(found: Mapping[str, os.stat_result], names: Iterable[str]) -> list[str]:
-    """Which entries are neither regular files of some names nor directories that these need."""
+    """Entries that are neither regular files of some names nor directories that these need."""
     files = set(names)
     parents = {str(parent) for name in files for parent in Path(name).parents}
     known = {stat.S_IFREG: files, stat.S_IFDIR: parents}

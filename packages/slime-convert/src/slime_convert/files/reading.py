@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from isal.isal_zlib import crc32, crc32_combine
 
 from slime_convert.files import open_file
-from slime_convert.files.tensors import Cursor, LazyTensor, MadeBytes, Piece, StoredBytes
+from slime_convert.files.tensors import ByteRange, Cursor, LazyTensor, MadeBytes, StoredBytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,10 +28,8 @@ _CACHED_BYTES = 256 * 2**20
 class TensorReader:
     """Reads tensors, in a ``with`` statement and in one thread at a time.
 
-    A checksum is compared once all of its bytes were read, in whatever order; see :meth:`finish`.
-
-    Args:
-        shared: Other processes read the same files at about the same time, so that the system should not forget them.
+    A checksum is compared once all of its bytes were read, in whatever order; see :meth:`finish`. ``shared`` files are
+    read by other processes at about the same time, so that the system should not forget them.
     """
 
     def __init__(self, *, shared: bool = False) -> None:
@@ -70,7 +68,7 @@ class TensorReader:
             del self._made[source]
         return TensorStream(self, tensor)
 
-    def fill(self, piece: Piece, target: memoryview) -> None:
+    def fill(self, piece: ByteRange, target: memoryview) -> None:
         """Read a piece, as large as ``target``; errors as of :meth:`read`."""
         source, start, nbytes = piece
         if source is None:

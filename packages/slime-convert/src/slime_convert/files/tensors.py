@@ -76,7 +76,7 @@ class MadeBytes:
     make: Callable[[], memoryview]
 
 
-class Piece(NamedTuple):
+class ByteRange(NamedTuple):
     """A range of some bytes; of ``None`` zeros."""
 
     source: StoredBytes | MadeBytes | None
@@ -90,23 +90,23 @@ class LazyTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ByteRange, ...]
 
     @classmethod
     def stored(cls, dtype: str, shape: tuple[int, ...], place: StoredBytes) -> LazyTensor:
         """A tensor that lies in a file as a whole."""
-        return cls(dtype, shape, (Piece(place, 0, place.nbytes),))
+        return cls(dtype, shape, (ByteRange(place, 0, place.nbytes),))
 
     @classmethod
     def made(cls, dtype: str, shape: tuple[int, ...], make: Callable[[], memoryview]) -> LazyTensor:
         """A tensor that is computed when it is needed."""
         nbytes = tensor_info("", dtype, shape).nbytes
-        return cls(dtype, shape, (Piece(MadeBytes(nbytes, make), 0, nbytes),))
+        return cls(dtype, shape, (ByteRange(MadeBytes(nbytes, make), 0, nbytes),))
 
     @classmethod
     def zeros(cls, dtype: str, shape: tuple[int, ...]) -> LazyTensor:
         """A tensor of zeros."""
-        return cls(dtype, shape, (Piece(None, 0, tensor_info("", dtype, shape).nbytes),))
+        return cls(dtype, shape, (ByteRange(None, 0, tensor_info("", dtype, shape).nbytes),))
 
     @property
     def nbytes(self) -> int:
@@ -132,27 +132,27 @@ class LazyTensor:
 class Cursor:
     """Takes a tensor's bytes from front to back."""
 
-    def __init__(self, pieces: Iterable[Piece]) -> None:
+    def __init__(self, pieces: Iterable[ByteRange]) -> None:
         self._rest = (piece for piece in pieces if piece.nbytes)
         self._left = next(self._rest, None)
 
-    def take(self, nbytes: int) -> Iterator[Piece]:
+    def take(self, nbytes: int) -> Iterator[ByteRange]:
         """The ranges of the next bytes; fewer at the end."""
         while nbytes and self._left is not None:
             source, start, size = self._left
             taken = min(nbytes, size)
-            yield Piece(source, start, taken)
-            self._left = Piece(source, start + taken, size - taken) if taken < size else next(self._rest, None)
+            yield ByteRange(source, start, taken)
+            self._left = ByteRange(source, start + taken, size - taken) if taken < size else next(self._rest, None)
             nbytes -= taken
 
 
-def _merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+def _merged(pieces: Iterable[ByteRange]) -> tuple[ByteRange, ...]:
     """The same bytes, neighbouring ranges of one source joined."""
-    merged: list[Piece] = []
+    merged: list[ByteRange] = []
     for piece in pieces:
         source, start, size = merged[-1] if merged else (None, 0, 0)
         if merged and source is piece.source and (start + size == piece.start or source is None):
-            merged[-1] = Piece(source, start, size + piece.nbytes)
+            merged[-1] = ByteRange(source, start, size + piece.nbytes)
         else:
             merged.append(piece)
     return tuple(merged)
@@ -187,7 +187,7 @@ def split(whole: LazyTensor, lengths: Sequence[int], axis: int = 0) -> list[Lazy
     before, behind = whole.shape[:axis], whole.shape[axis + 1 :]
     unit = math.prod(behind) * ITEM_BYTES[whole.dtype]
     cursor = Cursor(whole.pieces)
-    parts: list[tuple[int, list[Piece]]] = [(length, []) for length in lengths]
+    parts: list[tuple[int, list[ByteRange]]] = [(length, []) for length in lengths]
     for _ in _bounded(math.prod(before), len(parts), whole.nbytes):
         for length, pieces in parts:
             pieces.extend(cursor.take(length * unit))

@@ -57,12 +57,10 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class NewFile:
-    """A file to be written.
+class TensorFile:
+    """A file to be written: tensors, in the order in which they are best written, over what is ``fixed``.
 
-    Attributes:
-        fixed: What it holds in addition to tensors and their seals, which replace it where they overlap.
-        tensors: In the order in which they are best written.
+    Seals of tensors replace ``fixed`` parts where they overlap.
     """
 
     path: Path
@@ -117,7 +115,7 @@ def _is_sealed(descriptor: int, placed: Placed) -> bool:
     return all(os.pread(descriptor, len(data), offset) == data for offset, data in placed.seal(checksum))
 
 
-def write_files(files: Sequence[NewFile], on_progress: OnProgress = no_progress) -> None:
+def write_files(files: Sequence[TensorFile], on_progress: OnProgress = no_progress) -> None:
     """Write files into a directory that exists, one after another; those that an earlier run began are continued.
 
     While one block of bytes is written, a thread reads or computes the next. Progress is reported after each block.
@@ -126,7 +124,7 @@ def write_files(files: Sequence[NewFile], on_progress: OnProgress = no_progress)
         ConvertError: A tensor cannot be read, is damaged, or is not as announced.
         OSError: The disk is full, or cannot be written.
     """
-    left: list[tuple[NewFile, list[Placed]]] = []
+    left: list[tuple[TensorFile, list[Placed]]] = []
     for file in files:
         finished = file.begin()
         if missing := [placed for placed in file.tensors if placed.tensor.info.name not in finished]:

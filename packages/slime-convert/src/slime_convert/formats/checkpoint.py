@@ -1,4 +1,4 @@
-"""What checkpoints of every format have in common once they are opened: weights by name, and what is known of them.
+"""Opened checkpoints of any format: weights by name, and what is known of them.
 
 To add a format, write a subclass of :class:`Weights` and list it in :mod:`slime_convert.formats`.
 """
@@ -64,9 +64,8 @@ class Format:
     """A kind of checkpoint.
 
     Attributes:
-        name: As users know it.
         looks_like: What a directory of this format holds, for messages.
-        command: Which command converts it.
+        command: The command that converts it.
         find: The place in a user's path where the checkpoint is, such as one iteration; ``None`` if the path holds
             no checkpoint of this format. Raises a :class:`slime_convert.errors.ConvertError` if it is broken.
         open: The weights at the place that ``find`` returned.

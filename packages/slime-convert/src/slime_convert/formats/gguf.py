@@ -119,7 +119,7 @@ def read_gguf(path: Path) -> GgufFile:
     return header
 
 
-class _Cursor:
+class _HeaderReader:
     """Reads one value after another."""
 
     def __init__(self, data: mmap.mmap) -> None:
@@ -171,7 +171,7 @@ class _Cursor:
 def _read(path: Path, data: mmap.mmap) -> GgufFile:
     if data[: len(_MAGIC)] != _MAGIC:
         raise ValueError("it does not begin with GGUF")
-    cursor = _Cursor(data)
+    cursor = _HeaderReader(data)
     _, version, num_tensors, num_settings = cursor.numbers("IIQQ")
     if version not in _VERSIONS:
         raise ValueError(f"it has version {version}, and {' and '.join(map(str, _VERSIONS))} are read")
@@ -189,7 +189,7 @@ def _read(path: Path, data: mmap.mmap) -> GgufFile:
     return GgufFile(path, settings, tuple(replace(tensor, offset=start + tensor.offset) for tensor in found))
 
 
-def _tensor(cursor: _Cursor) -> GgufTensor:
+def _tensor(cursor: _HeaderReader) -> GgufTensor:
     """A tensor, its offset counted from the first tensor's."""
     name = cursor.text()
     (num_axes,) = cursor.numbers("I")
@@ -210,7 +210,7 @@ _FREQUENCIES = "rope_freqs.weight"  # Llama 3.1's rotary scaling, as a tensor
 
 
 def hf_config(file: GgufFile) -> dict[str, Any] | None:
-    """What ``config.json`` would say of the model's shape, without the rotary embedding's scaling (:func:`is_scaled`).
+    """The entries of ``config.json`` for the model's shape, but for the rotary embedding's scaling (:func:`is_scaled`).
 
     ``None`` for an architecture that is not among :data:`_FAMILIES`, or if a setting is missing.
     """
@@ -336,7 +336,6 @@ class GgufWeights(Weights):
 
 
 def _expanded(path: Path, place: GgufTensor) -> memoryview:
-    """The elements of a tensor as ``float32``."""
     import numpy as np
     from gguf import GGMLQuantizationType, dequantize
 

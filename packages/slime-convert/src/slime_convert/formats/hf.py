@@ -29,7 +29,8 @@ from slime_convert.formats.safetensors import (
 )
 from slime_convert.mapping import hf_copies
 from slime_convert.progress import Converted, OnProgress, no_progress
-from slime_convert.quantize import QuantizedFormat, expand, format_of, settings_of, without_quantization
+from slime_convert.quantize.expanding import expand
+from slime_convert.quantize.formats import QuantizedFormat, format_of, settings_of, without_quantization
 from slime_convert.shape import ModelShape
 
 _ADVICE = "give a Hugging Face model directory (config.json, *.safetensors, tokenizer)"
@@ -39,7 +40,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 LM_HEAD = "lm_head.weight"
 
 FREQUENCIES = ".rotary_emb.inv_freq"
-"""How names of rotary frequencies end. Old Llama files store them; they follow from the config."""
+"""The end of names of rotary frequencies. Old Llama files store them; they follow from the config."""
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -88,7 +89,7 @@ class HfWeights(Weights):
         return tensor
 
     def expanded(self) -> HfWeights:
-        """The same weights as if they had never been quantized; errors as of :func:`slime_convert.quantize.expand`."""
+        """The same weights as if they had never been quantized; errors as of ``quantize.expanding.expand``."""
         if self.format is None:
             return self
         known = format_of(self.config, str(self.directory / "config.json"))
@@ -161,7 +162,7 @@ def packed_bits(config: Mapping[str, Any]) -> int:
 
 
 def _weight_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What compressed-tensors' settings say about the weights of their first group of layers."""
+    """Compressed-tensors' settings for the weights of the first group of layers."""
     try:
         weights = next(iter(settings["config_groups"].values()))["weights"]
     except (KeyError, TypeError, AttributeError, StopIteration):
@@ -231,9 +232,7 @@ def copy_model_files(
     """Copy a model's config, tokenizer, chat template and other files, except weights and hidden files.
 
     Args:
-        output: Where the files go.
-        origin: A Hugging Face directory.
-        config: Its ``config.json``.
+        config: The ``config.json`` of ``origin``.
         dtype: Element type of the weights, to be set in ``config.json``.
         changes: Further entries of ``config.json``; entries about quantization are removed unless given here.
         with_adapter: Copy a LoRA adapter that the directory holds, which is not part of the model's weights.

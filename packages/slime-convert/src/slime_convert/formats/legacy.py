@@ -19,7 +19,7 @@ from slime_convert.errors import CheckpointError, WeightError
 from slime_convert.files.tensors import LazyTensor, TensorInfo, concat
 from slime_convert.formats.checkpoint import VOCABULARY_WEIGHTS, Weights, plain_arguments
 from slime_convert.formats.pickles import Obj
-from slime_convert.formats.torch_dist_names import Place, places
+from slime_convert.formats.torch_dist_names import StoredPlace, places
 from slime_convert.formats.torch_file import TorchFile
 from slime_convert.mapping import WeightMap
 
@@ -69,7 +69,7 @@ def _rank_files(iteration: Path) -> dict[tuple[int, ...], Path]:
 def _by_rank(
     files: Mapping[tuple[int, ...], Path], args: Mapping[str, Any], first_stage: bool, iteration: Path
 ) -> tuple[dict[Rank, Path], Parallel]:
-    """What the numbers in the directories' names mean, by the recorded arguments, which may be empty.
+    """Ranks from the numbers in the directories' names, by the recorded arguments, which may be empty.
 
     A second number alone is the pipeline rank or the expert rank. If the arguments do not say which, it is the expert
     rank where the last file holds the embedding (``first_stage``): no later pipeline stage has it.
@@ -183,9 +183,8 @@ class LegacyWeights(Weights):
             raise CheckpointError(f"the shards of {key} in {self.directory} do not fit together: {shown}") from error
 
     def _find(self, name: str) -> str | None:
-        """The key under which a weight lies."""
         grouped = _LOCAL_EXPERT.sub(r"\g<stem>\g<rest>\g<expert>", name)
-        tried = [Place((key,), None) for key in dict.fromkeys((name, grouped))]
+        tried = [StoredPlace((key,), None) for key in dict.fromkeys((name, grouped))]
         tried += [place for place in places(name) if not place.index]
         return next((place.keys[0] for place in tried if all(key in self._shards for key in place.keys)), None)
 

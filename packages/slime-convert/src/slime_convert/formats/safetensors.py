@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from slime_convert.errors import HfConfigError, WeightError
 from slime_convert.files import file_inside, open_file, read_json, refuse_missing
 from slime_convert.files.tensors import ITEM_BYTES, LazyTensor, StoredBytes, TensorInfo
-from slime_convert.files.writing import NewFile, NewTensor, Placed, Segment
+from slime_convert.files.writing import NewTensor, Placed, Segment, TensorFile
 
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_model"
@@ -107,8 +107,7 @@ def _joined(files: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
 def read_header(directory: Path, name: str) -> dict[str, Entry]:
     """The tensors of one safetensors file of a directory, in the order in which they lie there.
 
-    Raises:
-        HfConfigError: The file cannot be read, is cut off, lies elsewhere, or is not a safetensors file.
+    A :class:`HfConfigError` if it cannot be read, is cut off, lies elsewhere, or is not a safetensors file.
     """
     shown, path = directory / name, file_inside(directory, name, HfConfigError)
     try:
@@ -181,16 +180,11 @@ def _with_checksums(path: Path, entries: Sequence[Entry], metadata: Any) -> Iter
 
 def shard_files(
     directory: Path, tensors: Sequence[NewTensor], max_shard_bytes: int = DEFAULT_SHARD_BYTES
-) -> tuple[list[NewFile], str | None]:
-    """Weights as ``model.safetensors``, or as numbered shards with an index.
+) -> tuple[list[TensorFile], str | None]:
+    """Weights, in the order in which they are best written, as ``model.safetensors`` or as numbered shards.
 
-    Args:
-        directory: Where the files will be.
-        tensors: The weights, in the order in which they are best written.
-        max_shard_bytes: Largest file, in bytes of tensors; a single larger tensor is alone in a file.
-
-    Returns:
-        The files, and the text of their index if there are several.
+    A file has ``max_shard_bytes`` of tensors at most; a single larger tensor is alone in a file. The text returned is
+    the index of several files.
     """
     for info in (tensor.info for tensor in tensors):
         if info.dtype not in _NAMES:
@@ -214,7 +208,7 @@ def shard_files(
     return files, json.dumps(index, indent=2, sort_keys=True)
 
 
-def _new_file(path: Path, tensors: Sequence[NewTensor]) -> NewFile:
+def _new_file(path: Path, tensors: Sequence[NewTensor]) -> TensorFile:
     # Larger elements first, as the library does it: then every tensor lies where its type may be read from memory.
     in_file = sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor.info.dtype])
     header = _header([tensor.info for tensor in in_file])
@@ -223,7 +217,7 @@ def _new_file(path: Path, tensors: Sequence[NewTensor]) -> NewFile:
     for tensor in in_file:
         placed[tensor.info.name] = Placed(tensor, end, partial(_seal, slot))
         slot, end = slot + _DIGITS, end + tensor.info.nbytes
-    return NewFile(path, end, [Segment(0, header)], [placed[tensor.info.name] for tensor in tensors])
+    return TensorFile(path, end, [Segment(0, header)], [placed[tensor.info.name] for tensor in tensors])
 
 
 def _seal(slot: int, checksum: int) -> list[Segment]:

@@ -21,7 +21,7 @@ from slime_convert.files import file_inside, read_file, refuse_missing
 from slime_convert.files.tensors import ITEM_BYTES, LazyTensor, TensorInfo, concat, narrow, tensor_info
 from slime_convert.formats.checkpoint import Weights, plain_arguments
 from slime_convert.formats.pickles import ForeignNameError, Name, Obj, PickleError, loads
-from slime_convert.formats.torch_dist_names import COMMON, METADATA, Place, is_optimizer, layers_under, places
+from slime_convert.formats.torch_dist_names import COMMON, METADATA, StoredPlace, is_optimizer, layers_under, places
 from slime_convert.formats.torch_file import MAX_PICKLE_BYTES, TorchFile, sizes
 from slime_convert.mapping import WeightMap
 
@@ -73,17 +73,18 @@ class _Stored:
 
 def recorded_arguments(directory: Path) -> dict[str, Any]:
     """Megatron's arguments as one iteration records them, plain values only; none if it records none."""
-    common = TorchFile(directory, COMMON).content()
-    return plain_arguments(common.get("args")) if isinstance(common, dict) else {}
+    return plain_arguments(_common(directory).get("args"))
+
+
+def _common(directory: Path) -> Mapping[str, Any]:
+    content = TorchFile(directory, COMMON).content()
+    return content if isinstance(content, dict) else {}
 
 
 def check_metadata(directory: Path, *, is_read: bool = False) -> None:
-    """Check that what describes one iteration can be handed to torch, which runs whatever it names.
+    """Refuse a description of one iteration that torch, which runs what it names, must not get (CheckpointError).
 
     Where it ``is_read`` then, it must describe tensors, too: torch logs what it cannot use.
-
-    Raises:
-        CheckpointError: It names something that describes no checkpoint, or cannot be read.
     """
     described = _metadata(directory)
     if not is_read:
@@ -99,8 +100,7 @@ def check_metadata(directory: Path, *, is_read: bool = False) -> None:
 class TorchDistWeights(Weights):
     """The weights of one iteration of a ``torch_dist`` checkpoint, stacks of layers taken apart.
 
-    Raises:
-        CheckpointError: It is not a readable ``torch_dist`` checkpoint.
+    A :class:`CheckpointError` if it cannot be read.
     """
 
     naming = "megatron"
@@ -109,8 +109,7 @@ class TorchDistWeights(Weights):
         self.directory = directory
         self._stored, self._places = _read_metadata(directory)
         self.files = _check_files(directory, self._places.values())
-        common = TorchFile(directory, COMMON).content()
-        common = common if isinstance(common, dict) else {}
+        common = _common(directory)
         self.arguments = plain_arguments(common.get("args"))
         if not self.arguments:
             what = "so nothing says that the checkpoint is of the model that config.json describes"
@@ -150,8 +149,7 @@ class TorchDistWeights(Weights):
         advice = "use the checkpoint and the config of one model"
         raise CheckpointError(f"{self.directory} has no weight {name} {tried}; {advice}")
 
-    def _holds(self, place: Place) -> bool:
-        """Whether all tensors of a place exist, with axes that are long enough."""
+    def _holds(self, place: StoredPlace) -> bool:
         index = place.index
         return all(
             key in self.stored
@@ -160,7 +158,7 @@ class TorchDistWeights(Weights):
             for key in place.keys
         )
 
-    def _info(self, name: str, place: Place) -> TensorInfo:
+    def _info(self, name: str, place: StoredPlace) -> TensorInfo:
         infos = [self.stored[key] for key in place.keys]
         shape = infos[0].shape[len(place.index) :]
         if len(infos) > 1:

@@ -39,14 +39,9 @@ _SECTIONS = {
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a weight lies in a checkpoint.
-
-    Attributes:
-        keys: Keys of the tensors that make it up, joined along the first dimension; nearly always one.
-        layer: Index on the tensors' leading axis of layers, if they have it.
-        expert: Index on their next axis, of experts, if they have it.
-    """
+class StoredPlace:
+    """A place of a weight in a checkpoint: the tensors that make it up, joined along the first dimension; nearly always
+    one. ``layer`` and ``expert`` are indices on their leading axes, if they have them."""
 
     keys: tuple[str, ...]
     layer: int | None
@@ -58,14 +53,14 @@ class Place:
         return tuple(number for number in (self.layer, self.expert) if number is not None)
 
 
-def places(name: str) -> list[Place]:
-    """Where a weight of megatron-core's ``GPTModel`` of local layers may lie; first where equal layers are stacked."""
+def places(name: str) -> list[StoredPlace]:
+    """Places where a weight of megatron-core's ``GPTModel`` of local layers may lie, first that of stacked layers."""
     if match := _LAYER.match(name):
         stack, layer, weight = match["stack"], int(match["layer"]), match["weight"]
         return _places_in_layer(stack, layer, weight) + _places_in_layer(f"{stack}{layer}.", None, weight)
     if match := _MTP_LAYER.match(name):
         return _places_in_layer(match["prefix"], None, match["weight"])
-    return [Place((name,), None)]
+    return [StoredPlace((name,), None)]
 
 
 def stacked(name: str) -> tuple[str, int | None]:
@@ -74,24 +69,24 @@ def stacked(name: str) -> tuple[str, int | None]:
     return (match["stack"] + match["weight"], int(match["layer"])) if match else (name, None)
 
 
-def _places_in_layer(prefix: str, layer: int | None, weight: str) -> list[Place]:
-    """Where a layer's weight may lie: stacked with other layers' (``layer`` is then its index), or alone.
+def _places_in_layer(prefix: str, layer: int | None, weight: str) -> list[StoredPlace]:
+    """Places where a layer's weight may lie: stacked with other layers' (``layer`` is then its index), or alone.
 
     Sequential and grouped experts share a key with an axis of experts, or each expert has separate keys. Where nothing
     is stacked, an MLP's gate and up projections may be stored separately.
     """
     if match := _EXPERT.match(weight):
         number, weight = int(match["expert"]), match["weight"]
-        found = [Place((f"{prefix}mlp.experts.experts.{weight}",), layer, number)]
+        found = [StoredPlace((f"{prefix}mlp.experts.experts.{weight}",), layer, number)]
         key = f"{prefix}mlp.experts.experts.{number}.{weight}"
-        found += [Place((key,), None)] if layer is None else []
+        found += [StoredPlace((key,), None)] if layer is None else []
     else:
         key = prefix + weight
-        found = [Place((prefix + spelling,), layer) for spelling in _spellings(weight)]
+        found = [StoredPlace((prefix + spelling,), layer) for spelling in _spellings(weight)]
     if weight in _SECTIONS:
-        found.append(Place(tuple(f"{prefix}{weight}.{name}" for name in _SECTIONS[weight]), layer))
+        found.append(StoredPlace(tuple(f"{prefix}{weight}.{name}" for name in _SECTIONS[weight]), layer))
     if layer is None and weight.endswith(("linear_fc1.weight", "linear_fc1.bias")):
-        found.append(Place((f"{key}_w", f"{key}_v"), None))
+        found.append(StoredPlace((f"{key}_w", f"{key}_v"), None))
     return found
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from slime_convert.errors import WeightError
 from slime_convert.files.tensors import TensorInfo, split, tensor_info
-from slime_convert.files.writing import NewFile, NewTensor, Placed, Segment
+from slime_convert.files.writing import NewTensor, Placed, Segment, TensorFile
 from slime_convert.formats.pickles import Name, New, dumps
 from slime_convert.formats.torch_dist_names import COMMON, FORMAT, METADATA, places, stacked
 from slime_convert.formats.torch_file import object_archive, tensor_archive
@@ -49,7 +49,7 @@ class MegatronTensor:
 class Release:
     """A checkpoint without optimizer, to be written into one directory: files of tensors, then the others by name."""
 
-    tensors: Sequence[NewFile]
+    tensors: Sequence[TensorFile]
     others: Mapping[str, bytes]
 
 
@@ -101,7 +101,7 @@ def new_release(
     backends |= {"common_backend": "torch", "common_backend_version": 1}
     others = {COMMON: object_archive(common), FORMAT: json.dumps(backends).encode()}
     others[METADATA] = dumps(_metadata(stacks, axes, parts))
-    files = [NewFile(part.path, part.end, part.objects, part.tensors) for part in parts]
+    files = [TensorFile(part.path, part.end, part.objects, part.tensors) for part in parts]
     return Release(files, others)
 
 
@@ -188,7 +188,6 @@ def _metadata(
     axes: Mapping[str, tuple[int, ...]],
     parts: Iterable[_Part],
 ) -> New:
-    """What ``.metadata`` holds: torch's ``Metadata``."""
     records: dict[str, New] = {}
     for key, stack in stacks.items():
         info = next(iter(stack.values())).info

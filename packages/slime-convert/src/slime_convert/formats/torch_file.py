@@ -22,7 +22,7 @@ from isal.isal_zlib import crc32
 from slime_convert.errors import CheckpointError
 from slime_convert.files import file_inside, open_file
 from slime_convert.files.reading import TensorReader
-from slime_convert.files.tensors import ITEM_BYTES, LazyTensor, Piece, StoredBytes
+from slime_convert.files.tensors import ITEM_BYTES, ByteRange, LazyTensor, StoredBytes
 from slime_convert.formats.pickles import External, Name, New, Obj, dumps, loads
 
 _STORAGES = {
@@ -41,12 +41,7 @@ MAX_PICKLE_BYTES = 2**30
 
 
 class TorchFile:
-    """A file that ``torch.save`` wrote, or a part of one.
-
-    Args:
-        directory: The checkpoint.
-        name: Of the file in it.
-        part: Offset and length, in bytes, of what ``torch.save`` wrote into a larger file.
+    """A file of a checkpoint that ``torch.save`` wrote, or a part of one: ``part`` is its offset and length in bytes.
 
     Raises:
         CheckpointError: It is not such a file, or damaged, or outside the directory.
@@ -77,14 +72,9 @@ class TorchFile:
             return loads(self._pickled)
 
     def tensor(self, value: Any, name: str) -> LazyTensor | None:
-        """The tensor that a value in the content describes; ``None`` if it is not a plain tensor.
+        """The tensor that a value of :meth:`content` describes; ``None`` if it is not a plain one.
 
-        Args:
-            value: From :meth:`content`.
-            name: For messages.
-
-        Raises:
-            CheckpointError: Its bytes are missing.
+        A :class:`CheckpointError` calls it ``name`` if bytes are missing.
         """
         if isinstance(value, Obj) and value.name in _PARAMETERS and isinstance(value.args, tuple) and value.args:
             value = value.args[0]
@@ -116,7 +106,7 @@ class TorchFile:
             return None  # elements would share bytes: not one of Megatron's weights, and of any size
         if (needed := (offset + span) * item) > stored.nbytes:
             raise CheckpointError(f"{self.path} lacks bytes of {name}: it has {stored.nbytes} of {needed}; use another")
-        flat = LazyTensor(dtype, (span,), (Piece(stored, offset * item, span * item),))
+        flat = LazyTensor(dtype, (span,), (ByteRange(stored, offset * item, span * item),))
         if span == count and _is_in_order(shape, stride):
             return flat.reshape(*shape)
 
@@ -142,7 +132,6 @@ class TorchFile:
         return self._storages[key]
 
     def _place(self, descriptor: int, info: zipfile.ZipInfo, length: int) -> int:
-        """Where a record's bytes begin in the file."""
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise ValueError(f"{info.filename} is compressed, which torch does not do")
         header = os.pread(descriptor, _LOCAL_HEADER_BYTES, self._begin + info.header_offset)
@@ -221,7 +210,7 @@ class _Part(io.RawIOBase):
 
 @dataclass(frozen=True)
 class Archive:
-    """What ``torch.save`` writes of one tensor.
+    """The file that ``torch.save`` writes of one tensor.
 
     Attributes:
         offset: Of the tensor's first byte, a multiple of 64.

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from slime_convert.errors import WeightError
-from slime_convert.quantize import need_whole_groups
+from slime_convert.quantize.formats import need_whole_groups
 
 Block = tuple[int, int]  # rows and columns
 BLOCK = (128, 128)

@@ -65,7 +65,7 @@ class ShapeFlag:
         return self.type is bool
 
     def value(self, shape: Any) -> Any:
-        """What it is in a shape."""
+        """Its value for a shape."""
         return getattr(shape, self.field) if self.field else KINDS[self.when](shape)
 
     def words(self, shape: Any) -> list[str]:
@@ -77,13 +77,16 @@ class ShapeFlag:
         return [self.name, flag_text(value)] if written else []
 
 
-def shape_field(help_: str, default: Any = dataclasses.MISSING, *, flag: str = "", **how: Any) -> Any:
-    """A field of a shape that a flag of Megatron's sets; ``flag`` is the flag's name, if not the field's.
+def shape_field(
+    help_: str, default: Any = dataclasses.MISSING, *, flag: str = "", megatron: str = "", **how: Any
+) -> Any:
+    """A field of a shape that a flag of Megatron's sets.
 
+    ``flag`` is the flag's name, and ``megatron`` that of the field in megatron-core's configs, if it is another.
     ``how`` has further attributes of :class:`ShapeFlag`.
     """
     how = {"help": help_, "when": "always" if default is dataclasses.MISSING else "", **how}
-    return dataclasses.field(default=default, metadata={"flag": flag, "how": how})
+    return dataclasses.field(default=default, metadata={"flag": flag, "megatron": megatron, "how": how})
 
 
 _TYPES = {"int": int, "float": float, "bool": bool}
@@ -155,7 +158,7 @@ _PATTERNS: Mapping[str, Callable[[int, int], bool]] = {
 
 
 def _pattern(value: Any, dest: str, layers: int) -> list[int] | None:
-    """What a flag with an entry for each layer says, a 0 or 1 each; ``None`` if Megatron would not understand it."""
+    """A 0 or 1 for each layer, from the value of such a flag; ``None`` if Megatron would not understand it."""
     if isinstance(value, str):
         try:
             value = _evaluate(ast.parse(value, mode="eval").body)

@@ -5,8 +5,7 @@ micro-batch, one after the other), N responses, V vocabulary columns of this ran
 response, P pairs.
 """
 
-from typing import Any
-
+from slime_core.former_names import RENAMED, REPLACED, renamed
 from slime_core.ops.advantages import (
     AdvantageEstimator,
     AdvantageInputs,
@@ -112,9 +111,4 @@ __all__ = [
     "whiten",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """A former name, with a warning."""
-    from slime_core.former_names import former
-
-    return former(__name__, name)
+__getattr__ = renamed(__name__, RENAMED[__name__], REPLACED[__name__])

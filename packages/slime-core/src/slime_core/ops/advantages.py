@@ -7,15 +7,17 @@ value that is passed to :func:`policy_advantages`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_core.config import ESTIMATORS, AlgorithmConfig
+from slime_core.algorithms import estimator_row
+from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError, DataError
 from slime_core.ops.returns import (
     check_factor,
@@ -33,7 +35,7 @@ from slime_core.ops.tokens import expand, lengths_tensor, needed
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AdvantageInputs:
-    """What an estimator sees: whole responses, one after the other. Checked when it is built.
+    """Inputs of an estimator: whole responses, one after the other. Checked when it is built.
 
     Attributes:
         rewards_N: One reward per response, after :func:`slime_core.rewards.estimator_rewards` [N].
@@ -62,7 +64,7 @@ class AdvantageInputs:
 
 
 class Advantages(NamedTuple):
-    """What an estimator returns.
+    """The result of an estimator.
 
     Attributes:
         advantages_T: What the policy's loss multiplies each token by [T].
@@ -102,25 +104,13 @@ def estimator_named(name: str, *, gamma: float = 1.0, lambd: float = 1.0) -> Adv
     """
     check_factor("gamma", gamma)
     check_factor("lambd", lambd)
-    if name not in ESTIMATORS:
-        raise ConfigError(f"the advantage estimator {name} is unknown; allowed: {', '.join(ESTIMATORS)}")
-
-    def estimate(inputs: AdvantageInputs, /) -> Advantages:
-        span: _Span = {"mask_T": inputs.mask_T, "lengths": inputs.lengths_N}
-        rewards_T = token_rewards(rewards_N=inputs.rewards_N, kl_T=inputs.kl_T, kl_coef=inputs.kl_coef, **span)
-        if name == "reinforce_plus_plus":
-            returns_T = discounted_returns(rewards_T=rewards_T, gamma=gamma, **span)
-            return Advantages(returns_T, returns_T)
-        if inputs.values_T is None:
-            raise DataError("ppo needs the critic's values, values_T, and none were given")
-        found = gae_advantages(rewards_T=rewards_T, values_T=inputs.values_T, gamma=gamma, lambd=lambd, **span)
-        return Advantages(*found)
-
-    return estimate if name in ("ppo", "reinforce_plus_plus") else outcome
+    row, given = estimator_row(name), {"gamma": gamma, "lambd": lambd}
+    estimate, settings = ESTIMATES[row.estimate], {setting: given[setting] for setting in row.settings}
+    return partial(estimate, **settings) if settings else estimate
 
 
 def outcome(inputs: AdvantageInputs, /) -> Advantages:
-    """The estimator of all others: :func:`outcome_advantages`."""
+    """The reward at every token: :func:`outcome_advantages`."""
     advantages_T = outcome_advantages(
         rewards_N=inputs.rewards_N,
         mask_T=inputs.mask_T,
@@ -129,6 +119,33 @@ def outcome(inputs: AdvantageInputs, /) -> Advantages:
         kl_coef=inputs.kl_coef,
     )
     return Advantages(advantages_T, advantages_T)
+
+
+def returns(inputs: AdvantageInputs, /, *, gamma: float) -> Advantages:
+    """:func:`discounted_returns` of :func:`token_rewards`."""
+    returns_T = discounted_returns(gamma=gamma, **_by_token(inputs))
+    return Advantages(returns_T, returns_T)
+
+
+def gae(inputs: AdvantageInputs, /, *, gamma: float, lambd: float) -> Advantages:
+    """:func:`gae_advantages` of :func:`token_rewards` and a critic's values."""
+    by_token = _by_token(inputs)
+    if inputs.values_T is None:
+        raise DataError("ppo needs the critic's values, values_T, and none were given")
+    return Advantages(*gae_advantages(values_T=inputs.values_T, gamma=gamma, lambd=lambd, **by_token))
+
+
+ESTIMATES: Mapping[str, Callable[..., Advantages]] = {"outcome": outcome, "returns": returns, "gae": gae}
+"""The functions that :class:`slime_core.algorithms.EstimatorType` names; each takes the settings of its row."""
+
+
+def _by_token(inputs: AdvantageInputs) -> _Rewards:
+    """The rewards of each token, and which tokens are whose."""
+    mask_T, lengths_N = inputs.mask_T, inputs.lengths_N
+    rewards_T = token_rewards(
+        rewards_N=inputs.rewards_N, mask_T=mask_T, lengths=lengths_N, kl_T=inputs.kl_T, kl_coef=inputs.kl_coef
+    )
+    return {"rewards_T": rewards_T, "mask_T": mask_T, "lengths": lengths_N}
 
 
 @torch.no_grad()
@@ -317,7 +334,8 @@ def _gather(numbers: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return torch.stack(rows)
 
 
-class _Span(TypedDict):
+class _Rewards(TypedDict):
+    rewards_T: Tensor
     mask_T: Tensor
     lengths: Tensor
 

@@ -1,4 +1,4 @@
-"""What the ratios and log-probs of a step look like, in scalars that survive micro-batches and ranks.
+"""Statistics of the ratios and log-probs of a step, in scalars that add up over micro-batches and ranks.
 
 Shapes: T tokens of N sequences, one sequence after the other; a sequence is never split over two calls.
 
@@ -104,13 +104,9 @@ def policy_statistics(
 
     ρ is the token's; the sequence ratio that GSPO clips is not seen here.
 
-    Args:
-        log_probs_T: Log-probs (nats) under the policy being trained [T].
-        old_log_probs_T: Log-probs under π_old [T].
-        advantages_T: Advantages [T].
+    Args, besides those of :func:`slime_core.ops.policy_token_loss`:
         mask_T: 1 where a token is trained on [T].
         weights_T: From :func:`slime_core.ops.token_weights` [T].
-        eps_clip: ε, as in :func:`slime_core.ops.policy_token_loss`; ``eps_clip_high`` ε_high, ``eps_clip_c`` c.
 
     Returns:
         Sums ``pg_clipfrac_low`` (A < 0 and ρ < 1 − ε) and ``pg_clipfrac_high`` (A > 0 and ρ > 1 + ε_high), together the

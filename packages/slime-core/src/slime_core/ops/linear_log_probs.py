@@ -214,14 +214,7 @@ class ChunkPlan:
 
     @classmethod
     def within(
-        cls,
-        budget: int | None,
-        *,
-        tokens: int,
-        hidden: int,
-        columns: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        cls, budget: int | None, *, tokens: int, hidden: int, columns: int, dtype: torch.dtype, device: torch.device
     ) -> ChunkPlan:
         """The largest useful chunks within a budget.
 

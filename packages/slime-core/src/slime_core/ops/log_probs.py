@@ -197,7 +197,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclasses.dataclass(frozen=True)
 class RowStatistics:
-    """What is known of each row from the columns seen so far.
+    """Softmax statistics of each row over the columns seen so far.
 
     Attributes:
         top: The largest logit [T]; finite.
@@ -328,10 +328,7 @@ class SoftmaxRows:
         if self.columns == 0:  # nothing but padding
             return
         buffers = self.logits.new_empty(
-            1 + spare,
-            min(self.block_rows, len(self.logits)),
-            self.columns,
-            dtype=accumulation_dtype(self.logits.dtype),
+            1 + spare, min(self.block_rows, len(self.logits)), self.columns, dtype=accumulation_dtype(self.logits.dtype)
         )
         for start in range(0, len(self.logits), self.block_rows):
             rows = slice(start, min(start + self.block_rows, len(self.logits)))

@@ -1,10 +1,10 @@
 """A loss in one call, for any training loop: from log-probs, a mask, rewards and group ids to a scalar and its metrics.
 
-B sequences in a batch, L tokens of the longest. Numbers per token come in one of three shapes, all of a call in the
-same: rows [B, L] with padding where the mask is 0; a list of B tensors; or all sequences in one row [T], with
-``lengths``. Each function has its paper's clip ranges as defaults. :func:`algorithm_loss` does what any
-:class:`slime_core.config.AlgorithmConfig` says; given advantages and a config that was built before, it is traced by
-``torch.compile`` as one graph.
+B sequences in a batch, L tokens of the longest. Per-token inputs have one of three shapes, the same for all inputs of a
+call: rows [B, L], with padding where the mask is 0; a list of B tensors; or all sequences in one row [T], with
+``lengths``. Each function has its paper's clip ranges as defaults. :func:`algorithm_loss` computes the loss of any
+:class:`slime_core.config.AlgorithmConfig`. ``torch.compile`` traces it as one graph if it is given advantages, and a
+config that was built before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slime_core.config import GROUP_RELATIVE, AlgorithmConfig
+from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError, DataError
 from slime_core.ops.advantages import AdvantageEstimator, Advantages, policy_advantages
 from slime_core.ops.objective import policy_objective, reducer_weights, value_objective
@@ -36,7 +36,7 @@ Tokens: TypeAlias = Tensor | Sequence[Tensor]
 """A number per token: [B, L], B tensors, or [T] with ``lengths``."""
 
 Ids: TypeAlias = Sequence[Hashable] | Tensor
-"""What stands for each sequence's prompt: integers, or anything else that can be compared, such as texts."""
+"""Names of each sequence's prompt: integers, or anything else that can be compared, such as texts."""
 
 _Arguments = ParamSpec("_Arguments")
 _HELP = """\
@@ -44,7 +44,8 @@ _HELP = """\
     the mask is 0, all lists of B tensors, or all [T] in one row. An argument without effect is refused:
 
         log_probs: Log-probs (nats) of the sampled tokens under the policy being trained, per token.
-        mask: 1 where a token is trained on, else 0, per token; ``None`` if all count.
+        mask: 1 where a token is trained on, else 0, such as for padding, per token; there the other inputs may be
+            anything, NaN too. ``None`` if all count.
         rewards: One number per sequence [B], unless ``advantages`` are given.
         group_ids: The prompt that each sequence answers [B], numbers or texts, with rewards; not for ppo and
             reinforce_plus_plus. Groups must be here whole; they may differ in size.
@@ -83,7 +84,7 @@ class Loss(NamedTuple):
 
 
 class Batch(TypedDict, total=False):
-    """What the losses of a policy take by keyword, besides their own settings. Their help says what each is."""
+    """Keyword arguments of the policy losses, besides their own settings; the losses' help describes each."""
 
     rewards: Sequence[float] | Tensor | None
     group_ids: Ids | None
@@ -101,16 +102,12 @@ class Batch(TypedDict, total=False):
 
 
 def _described(function: Callable[_Arguments, Loss]) -> Callable[_Arguments, Loss]:
-    """Help that has every argument of a batch, and errors that name arguments and settings as they are in Python.
-
-    That is ``eps_clip``, and not a flag of a command line that is not there.
-    """
+    """Add the batch's arguments to the help, and name settings in errors as in Python: ``eps_clip``, not a flag."""
     parameters = inspect.signature(function).parameters
     own = [name for name, one in parameters.items() if one.kind is not inspect.Parameter.VAR_KEYWORD]
     known = own if len(own) == len(parameters) else [*Batch.__annotations__, *own]
     if known is not own:
-        text = (function.__doc__ or "").rstrip()
-        function.__doc__ = f"{text}\n\n{_HELP}{'' if 'Returns:' in text else _RESULT}"
+        function.__doc__ = f"{(function.__doc__ or '').rstrip()}\n\n{_HELP}{_RESULT}"
 
     @functools.wraps(function)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Loss:
@@ -130,18 +127,11 @@ def _described(function: Callable[_Arguments, Loss]) -> Callable[_Arguments, Los
 def algorithm_loss(
     config: AlgorithmConfig, log_probs: Tokens, mask: Tokens | None = None, **batch: Unpack[Batch]
 ) -> Loss:
-    """The policy's loss as a configuration says: rewards, advantages, aggregation, corrections, KL, entropy and all.
+    """The policy's loss by configuration: rewards, advantages, aggregation, corrections, KL and entropy.
 
     Args:
-        config: Every setting; each is honoured here. Sums that belong to a whole step (whitening, the mean of
-            ``mis_batch_normalize``) are those of this call.
-        log_probs: Log-probs (nats) of the sampled tokens under the policy being trained.
-        mask: 1 where a token is trained on, else 0, such as for padding; there the other inputs may be anything, NaN
-            too. ``None`` if all count.
-        batch: As below.
-
-    Returns:
-        The loss, and the metrics of :func:`slime_core.ops.policy_objective`.
+        config: All settings. Sums over a whole step (whitening, the mean of ``mis_batch_normalize``) are over this
+            call.
 
     Raises:
         ConfigError: The configuration needs an input that is missing, or does not use one that is given.
@@ -456,9 +446,8 @@ class _Rows:
         """One number per token [T] or sequence [B]."""
         given, custom = self.batch.get("advantages"), self.batch.get("estimator") is not None
         if given is None:
-            name = config.advantage_estimator
             custom = custom or config.custom_advantage_function_path is not None
-            outcome = name in GROUP_RELATIVE and not (custom or config.normalize_advantages)
+            outcome = config.estimator.is_outcome and not (custom or config.normalize_advantages)
             if outcome and not config.advantages_need_log_probs:
                 return self.rewards(config)
             return self.estimated(config).advantages_T
@@ -480,7 +469,7 @@ class _Rows:
     def rewards(self, config: AlgorithmConfig) -> Tensor:
         """The rewards as the estimator takes them [B]."""
         name, rewards, group_ids = config.advantage_estimator, self.batch.get("rewards"), self.batch.get("group_ids")
-        grouped = name in GROUP_RELATIVE and not config.disable_rewards_normalization
+        grouped = config.centres_rewards
         if rewards is None or (group_ids is None and grouped):
             raise ConfigError(f"{name} needs advantages, or rewards{' and group_ids' if grouped else ''}")
         for given, values in (("rewards", rewards), ("group_ids", group_ids)):
@@ -494,16 +483,12 @@ class _Rows:
                 "prompt must have the same group id, and be in one call"
             )
         found = estimator_rewards(
-            name,
-            rewards,
-            ids,
-            normalize=grouped,
-            divide_by_std=not config.disable_grpo_std_normalization,
+            name, rewards, ids, normalize=grouped, divide_by_std=not config.disable_grpo_std_normalization
         )
         return torch.as_tensor(found, dtype=self.mask_T.dtype, device=self.log_probs_T.device)
 
     def estimated(self, config: AlgorithmConfig) -> Advantages:
-        """Advantages and returns, of more than the sequence's reward."""
+        """Advantages and returns of the estimator."""
         estimator, path = self.batch.get("estimator"), config.custom_advantage_function_path
         if estimator is None and path is not None:
             estimator = load_function(path, "--custom-advantage-function-path", arguments=("inputs",))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import repeat
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,13 +19,7 @@ from torch import Tensor
 from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError, DataError
 from slime_core.ops.off_policy import correction_factors, per_token
-from slime_core.ops.token_losses import (
-    cispo_token_loss,
-    clipped_surrogate,
-    gspo_log_ratio,
-    kl_penalty,
-    value_loss,
-)
+from slime_core.ops.token_losses import cispo_token_loss, clipped_surrogate, gspo_log_ratio, kl_penalty, value_loss
 from slime_core.ops.tokens import (
     Lengths,
     check_shapes,
@@ -149,10 +144,10 @@ def _policy_loss(
     counted_X, weights_X = counted_T, weights_T
     # Advantages that differ within a response (a KL penalty, distillation) need GSPO's form for tokens.
     token_form = config.advantages_need_log_probs or config.custom_advantage_function_path is not None
-    gspo = config.advantage_estimator == "gspo"
-    if gspo and not token_form and advantages_X.shape != weights_T.shape:
+    estimator, asks = config.estimator, f"--advantage-estimator {config.advantage_estimator}"
+    if estimator.sequence_ratio and not token_form and advantages_X.shape != weights_T.shape:
         # Weights are equal within a response, so that the mean under them is the plain one.
-        lengths_N = sequence_lengths(needed_lengths(lengths, "--advantage-estimator gspo"), new_T)
+        lengths_N = sequence_lengths(needed_lengths(lengths, asks), new_T)
         log_ratio_X, weights_X = weighted_sequences(log_ratio_X, weights_T, lengths_N, group)
         counted_X = weights_X if counted_T is weights_T else sequence_sum(counted_T, lengths_N)
         advantages_X = widen(advantages_X)
@@ -161,23 +156,46 @@ def _policy_loss(
         (log_ratio_X,) = weighable(weights_T, log_ratio_T=log_ratio_X)
         metrics = {"ppo_kl": -total(log_ratio_X, weights_T)}
         (advantages_X,) = weighable(weights_T, advantages_T=per_token(advantages_X, weights_T, lengths))
-        if gspo:
+        if estimator.sequence_ratio:
             log_ratio_X = gspo_log_ratio(
                 new_T,
                 old_T,
                 mask_T=weights_T,
-                lengths=needed_lengths(lengths, "--advantage-estimator gspo"),
+                lengths=needed_lengths(lengths, asks),
                 token_form=token_form,
                 context_group=group,
             )
-    if config.advantage_estimator == "cispo":
-        new_T, old_T = weighable(weights_T, log_probs_T=new_T, old_log_probs_T=old_T)
-        loss_X, clipped_X = cispo_token_loss(new_T, old_T, advantages_X, config.eps_clip, config.clip_high)
-    else:
-        bounds = (config.eps_clip, config.clip_high, config.eps_clip_c)
-        loss_X, clipped_X = clipped_surrogate(log_ratio_X, advantages_X, *bounds)
+    given = _Tokens(new_T, old_T, log_ratio_X, advantages_X, weights_T)
+    loss_X, clipped_X = TOKEN_LOSSES[estimator.token_loss](config, given)
     metrics |= {"pg_loss": (loss_X * counted_X).sum(), "pg_clipfrac": total(clipped_X, weights_X)}
     return metrics["pg_loss"], metrics
+
+
+class _Tokens(NamedTuple):
+    """Inputs of the token losses. X is N, a number per response, where a response has one ratio, else T."""
+
+    log_probs_T: Tensor
+    old_log_probs_T: Tensor
+    log_ratio_X: Tensor
+    advantages_X: Tensor
+    weights_T: Tensor
+
+
+def _clipped_ratio(config: AlgorithmConfig, given: _Tokens) -> tuple[Tensor, Tensor]:
+    """:func:`slime_core.ops.policy_token_loss`, or of one ratio per response."""
+    bounds = (config.eps_clip, config.clip_high, config.eps_clip_c)
+    return clipped_surrogate(given.log_ratio_X, given.advantages_X, *bounds)
+
+
+def _clipped_weight(config: AlgorithmConfig, given: _Tokens) -> tuple[Tensor, Tensor]:
+    """:func:`slime_core.ops.cispo_token_loss`."""
+    log_probs = {"log_probs_T": given.log_probs_T, "old_log_probs_T": given.old_log_probs_T}
+    new_T, old_T = weighable(given.weights_T, **log_probs)
+    return cispo_token_loss(new_T, old_T, given.advantages_X, config.eps_clip, config.clip_high)
+
+
+TOKEN_LOSSES = {"clipped_ratio": _clipped_ratio, "clipped_weight": _clipped_weight}
+"""The functions that :class:`slime_core.algorithms.EstimatorType` names: the losses [X], and where a clip decides."""
 
 
 def value_objective(

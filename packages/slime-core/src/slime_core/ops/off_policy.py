@@ -91,7 +91,7 @@ def correction_factors(
     mis_sums: Tensor | None = None,
     context_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor | None, Metrics]:
-    """What the policy loss of each token is multiplied by: TIS, IcePop or MIS, and OPSM, by configuration.
+    """The factor on each token's policy loss: TIS, IcePop or MIS, and OPSM, by configuration.
 
     The arguments and errors are those of :func:`slime_core.ops.policy_objective`. Returns the factors [T], ``None``
     without a correction; and the corrections' metrics.
@@ -363,7 +363,7 @@ def mis_weight_sums(
     lengths: Lengths,
     context_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """What :func:`mis_weights` needs for ``mis_batch_normalize``, of the same arguments.
+    """The sums that :func:`mis_weights` needs for ``mis_batch_normalize``, from the same arguments.
 
     Add the result up over the micro-batches and ranks of the step: a mean over each micro-batch alone would make the
     loss depend on how the step is split.

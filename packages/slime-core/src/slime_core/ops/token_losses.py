@@ -242,12 +242,7 @@ def kl_penalty(
 
 
 def value_loss(
-    values_T: Tensor,
-    old_values_T: Tensor,
-    returns_T: Tensor,
-    value_clip: float | None,
-    *,
-    mask_T: Tensor | None = None,
+    values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, value_clip: float | None, *, mask_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Squared error of the critic's values, clipped: ``max((V − G)², (V_old + clip(V − V_old, −c, c) − G)²)``.
 

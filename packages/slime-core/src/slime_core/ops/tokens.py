@@ -1,4 +1,4 @@
-"""What the functions on tokens share: clean and wide inputs, sums over sequences, exponentials that stay finite.
+"""Shared by the functions on tokens: clean and wide inputs, sums over sequences, exponentials that stay finite.
 
 T tokens of N sequences that lie one after the other, without padding between them. Under context parallelism each rank
 of a group has some tokens of the same N sequences, in the same order of sequences.

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from slime_core.config import GROUP_RELATIVE, AlgorithmConfig
+from slime_core.algorithms import estimator_that
+from slime_core.config import RELATIVE, AlgorithmConfig
 from slime_core.errors import ConfigError
 from slime_core.needs import Condition, Need, either, given, unless
 
@@ -16,18 +17,14 @@ _ENGINES = ("use_tis", "use_mis", "use_opsm", "use_rollout_logprobs", "get_misma
 _ARGUMENTS = ("advantages", "estimator")
 _USED: dict[str, tuple[Need, ...]] = {
     "rewards": (unless("advantages"),),
-    "group_ids": (
-        unless("advantages"),
-        given("advantage_estimator", *GROUP_RELATIVE),
-        unless("disable_rewards_normalization"),
-    ),
+    "group_ids": (unless("advantages"), RELATIVE, unless("disable_rewards_normalization")),
     "old_log_probs": (unless("use_rollout_logprobs") | given("kl_coef") | given("use_opd"),),
     "ref_log_probs": (given("use_kl_loss") | given("kl_coef"),),
     "rollout_log_probs": (Need(tuple(Condition(name) for name in _ENGINES)),),
     "teacher_log_probs": (given("use_opd"),),
     "values": (
         unless("advantages"),
-        given("advantage_estimator", "ppo") | given("custom_advantage_function_path") | given("estimator"),
+        estimator_that(lambda row: row.needs_critic) | given("custom_advantage_function_path") | given("estimator"),
     ),
 }
 """Arguments that are not here are always used: entropies are a metric, counts are those of the step."""

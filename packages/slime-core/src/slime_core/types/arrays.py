@@ -215,7 +215,7 @@ def read_npz(path: str | Path, what: str) -> tuple[dict[str, Any], Columns]:
 
 
 def _member(members: Any, name: str, most: int) -> NDArray[Any]:
-    """An array of an archive of ``most`` bytes; numpy would make room for whatever its head says."""
+    """An array of an archive of ``most`` bytes; numpy would allocate whatever its head says."""
     with members.zip.open(f"{name}.npy") as member:
         version = np.lib.format.read_magic(member)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0

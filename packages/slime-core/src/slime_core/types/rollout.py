@@ -1,9 +1,10 @@
-"""What one round of generation hands on, and how it is written down."""
+"""The result of one round of generation, and the file of it."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import NamedTuple
 
 from slime_core.errors import DamagedError, DataError
 from slime_core.types import checks
@@ -67,15 +68,11 @@ class RolloutBatch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RolloutColumns:
-    """A :class:`RolloutBatch` as arrays: what crosses processes and lies on disk.
+    """A :class:`RolloutBatch` as arrays: what crosses processes and lies on disk. The other attributes are the same.
 
     Attributes:
-        rollout_id: Number of the rollout.
         group_sizes: Samples of each group.
         samples: The samples, group by group; see :mod:`slime_core.types.arrays`.
-        weight_version: As in :class:`RolloutBatch`, like the others.
-        metrics: Named numbers for tracking.
-        seconds: Wall time per phase.
     """
 
     rollout_id: int
@@ -136,6 +133,32 @@ class EvalReport:
     metrics: dict[str, float]
     samples: dict[str, list[Sample]]
     seconds: float
+
+
+class Progress(NamedTuple):
+    """How far a source of batches is: samples scored, of how many, or a note.
+
+    ``behind`` says whether engines need the current weights; ``silent`` are servers that were asked something and
+    answer nothing.
+    """
+
+    done: int | None = None
+    total: int | None = None
+    note: str = ""
+    behind: bool = False
+    silent: tuple[str, ...] = ()
+
+
+class Account(NamedTuple):
+    """The fate of a run's samples so far.
+
+    Attributes:
+        counts: Samples ``generated``, and of these ``trained``, ``filtered``, ``aborted``, ``buffered`` and ``out``.
+        problem: What does not balance, or ``None``.
+    """
+
+    counts: dict[str, int]
+    problem: str | None
 
 
 @dataclasses.dataclass(frozen=True)

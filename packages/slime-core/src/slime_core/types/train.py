@@ -1,4 +1,4 @@
-"""What the training half takes in and gives back. No torch here: arrays that any process can read."""
+"""The inputs and reports of the training half. No torch here: arrays that any process can read."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class TrainShard:
 def _extra(values: list[Any]) -> Ragged | NDArray[Any]:
     if all(value is None or isinstance(value, np.ndarray) for value in values):
         return Ragged.of(values)
-    return np.array([0 if value is None else value for value in values])  # fillers have none
+    return np.array([0 if value is None else value for value in values])
 
 
 _NUMBERS: dict[str, DTypeLike] = {
@@ -216,7 +216,7 @@ class Span(NamedTuple):
 
 @dataclasses.dataclass(kw_only=True)
 class TrainReport:
-    """What training on one rollout gave.
+    """The result of training on one rollout.
 
     Attributes:
         steps: Metrics of each optimizer step, equal on all ranks: ``loss``, ``grad_norm``, ``lr`` …; ``kl`` is of its
@@ -242,7 +242,7 @@ class TrainReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightUpdate:
-    """What a push of weights sends: as weight version ``version``, every weight of the model (``full``)."""
+    """The contents of a push of weights: every weight of the model (``full``), as weight version ``version``."""
 
     version: int
     kind: Literal["full"] = "full"
@@ -250,7 +250,7 @@ class WeightUpdate:
 
 @dataclasses.dataclass(kw_only=True)
 class SleepReport:
-    """What a trainer rank holds after it gave memory back, in bytes.
+    """The memory of a trainer rank after it gave some back, in bytes.
 
     Attributes:
         device: Of its weights, gradients and optimizer state that are still on the device.
@@ -265,7 +265,7 @@ class SleepReport:
 
 @dataclasses.dataclass(kw_only=True)
 class SyncReport:
-    """What one push of the weights did: the version that the engines confirmed, what was sent, and the wall time."""
+    """The result of one push of weights: the version that the engines confirmed, the amount sent, and the wall time."""
 
     version: int
     tensors: int

@@ -39,7 +39,7 @@ class Change:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What a command takes.
+    """Devices, memory and time that a command takes.
 
     Attributes:
         memory: Bytes of the trainer rank that needs most, in a step; 0 without trainers.
@@ -67,10 +67,10 @@ class Alternative:
 
 
 def changes(settings: Settings, *, crowded: bool) -> Iterator[Change]:
-    """What may be worth a try, and only that: which of it can start, and saves time, planning says.
+    """Changes that may be worth a try; planning says which of them can start, and save time.
 
     Args:
-        crowded: Whether engines have no room for all their responses at once.
+        crowded: Whether the engines' caches hold fewer tokens than all their responses at once have.
     """
     cluster = settings.cluster
     if settings.megatron.offload_fraction:
@@ -80,7 +80,7 @@ def changes(settings: Settings, *, crowded: bool) -> Iterator[Change]:
     fraction = settings.engine.sglang_args.get("mem-fraction-static")
     if crowded and fraction is not None:
         yield Change(given=("--sglang-mem-fraction-static", f"{float(str(fraction)) + MEMORY_STEP:g}"))
-    if settings.generates and not cluster.colocate and settings.rollout.selection.async_buffer_size is None:
+    if settings.kind.generates and not cluster.colocate and settings.rollout.selection.async_buffer_size is None:
         yield Change(given=("--async-buffer-size", "1"))
     for nodes in (2 * cluster.actor_num_nodes, cluster.actor_num_nodes // 2):
         gpus = nodes * cluster.rollout_gpus // cluster.actor_num_nodes
@@ -99,7 +99,7 @@ def changed(words: Sequence[str], change: Change) -> Settings | None:
 
 
 def best(own: Cost, found: Sequence[tuple[Change, Cost]], words: Sequence[str]) -> list[Alternative]:
-    """What saves most on the same GPUs, then what takes fewest GPU-hours on other numbers of them."""
+    """The changes that save most on the same GPUs, then those that take fewest GPU-hours on other numbers of them."""
     same = [(change, cost) for change, cost in found if cost.gpus == own.gpus]
     same = sorted((one for one in same if one[1].seconds <= (1 - WORTH) * own.seconds), key=lambda one: one[1].seconds)
     others = sorted((one for one in found if one[1].gpus != own.gpus), key=lambda one: one[1].gpu_hours)

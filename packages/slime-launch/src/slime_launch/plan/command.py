@@ -18,8 +18,8 @@ from slime_core.words import shortened
 from slime_launch.config import Settings
 from slime_launch.devices import find_device
 from slime_launch.errors import FlagError, Problems
-from slime_launch.flags import read_train, train_groups
-from slime_launch.names import absent_models, with_paths
+from slime_launch.flags import own_flags, read_train
+from slime_launch.names import absent_models, models, with_paths
 from slime_launch.parser import FlagGroup, build_parser, check_has_flags, parse
 from slime_launch.redact import without_secrets
 
@@ -88,8 +88,7 @@ def plan(argv: list[str]) -> int:
         parser.print_help()
         return 0
     problems = Problems()
-    trains = {spec.name: spec for group in train_groups() for spec in group.flags}
-    problems.attempt(check_has_flags, argv, trains | {spec.name: spec for spec in specs})
+    problems.attempt(check_has_flags, argv, {**own_flags(), **{spec.name: spec for spec in specs}})
     if problems.lines:
         return _say(problems.lines, as_json="--json" in argv)
     own, words = split_words(argv, _own_flags(argv), others_follow=False)
@@ -115,7 +114,7 @@ def plan(argv: list[str]) -> int:
     if found.problems:
         return _say(found.problems)
     if config.write is not None:
-        write_whole(Path(config.write), as_config(settings, found.derived))
+        write_whole(Path(config.write), as_config(settings.flags() | found.derived))
         print(f"\nslime-launch train --config {shlex.quote(config.write)}", file=sys.stderr)
     return 0
 
@@ -161,7 +160,8 @@ def _refused(own: Problems, words: list[str], *, as_json: bool) -> int:
     problems = Problems([*own.lines, *(given[1] if given else ())], given[0].unread if given else ())
     if given:
         settings = with_paths(given[0], problems, weights=False)
-        look(settings, problems, elsewhere=True, planned=True, absent=absent_models(given[0], settings))
+        absent = absent_models(models(given[0]), models(settings))
+        look(settings, problems, elsewhere=True, planned=True, absent=absent)
     return _say(problems.lines, as_json=as_json)
 
 
@@ -176,11 +176,9 @@ def _say(problems: Sequence[str], *, as_json: bool = False) -> int:
     return 2
 
 
-def as_config(settings: Settings, derived: Mapping[str, Any]) -> str:
-    """Every setting that has a value, given or not, as a TOML file for ``--config``; secrets are left out."""
-    values = {name.replace("_", "-"): value for name, value in settings.flags().items()}
-    values |= derived
-    values.pop("config", None)
+def as_config(flags: Mapping[str, Any]) -> str:
+    """Every flag that has a value, given or not, as a TOML file for ``--config``; secrets are left out."""
+    values = {name.replace("_", "-"): value for name, value in flags.items() if name != "config"}
     clean = without_secrets(values, os.environ)
     lines = [
         f"{name} = {json.dumps(value, ensure_ascii=False)}\n"

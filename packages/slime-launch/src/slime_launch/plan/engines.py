@@ -13,10 +13,10 @@ from slime_convert.mapping import weight_map
 from slime_convert.quantize import read_format
 from slime_convert.shape import ModelShape
 from slime_launch.config import Settings
-from slime_launch.devices import GIB, Device
+from slime_launch.derived import engine_dtype, is_quantized
+from slime_launch.devices import GIB, DeviceSpec
 from slime_launch.names import stored_bytes
-from slime_launch.validate import engine_dtype, is_quantized
-from slime_rollout.engine.config import API_KEY, SglangValue
+from slime_rollout.engine.config import API_KEY, EngineConfig, SglangValue
 from slime_rollout.engine.server import KV_TOKENS, EngineSpec
 from slime_rollout.engine.topology_plan import EnginePlan, PlannedModel
 
@@ -69,10 +69,10 @@ class EngineGroup:
 def engine_groups(settings: Settings, plan: EnginePlan | None) -> list[EngineGroup]:
     """All engines that the run starts; ``plan`` is that of a file with several models, or of halves."""
     engine, gpus = settings.engine, settings.cluster.rollout_gpus
-    if not settings.generates or engine.rollout_external_engine_addrs or not gpus:
+    if not settings.kind.generates or engine.rollout_external_engine_addrs or not gpus:
         return []
     if plan is not None:
-        return [group for model in plan.models for group in _groups_of(model, settings)]
+        return [group for model in plan.models for group in _groups_of(model, settings.engine)]
     if engine.sglang_config is not None or engine.prefill_num_servers is not None:
         return []  # it has a problem
     path, size = settings.rollout.data.hf_checkpoint, engine.rollout_num_gpus_per_engine
@@ -81,9 +81,8 @@ def engine_groups(settings: Settings, plan: EnginePlan | None) -> list[EngineGro
     return [EngineGroup(model=None, path=path, trained=True, role="regular", first_gpus=first, ranks=size, args=args)]
 
 
-def _groups_of(model: PlannedModel, settings: Settings) -> Iterator[EngineGroup]:
+def _groups_of(model: PlannedModel, engine: EngineConfig) -> Iterator[EngineGroup]:
     """The engines of one model in the order of their GPUs."""
-    engine = settings.engine
     alike: dict[str, list[EngineSpec]] = {}
     for spec in sorted(model.specs, key=lambda spec: spec.base_gpu_id):
         key = repr((spec.worker_type, spec.tp_size, sorted(spec.sglang_args.items())))
@@ -107,7 +106,7 @@ def _shown(args: Mapping[str, SglangValue]) -> dict[str, SglangValue]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineMemory:
+class EngineEstimate:
     """Bytes of one GPU of an engine; without CUDA, of the whole engine.
 
     Attributes:
@@ -145,30 +144,32 @@ def shape_of(group: EngineGroup, trained: ModelShape) -> ModelShape | None:
         return None
 
 
-def engine_memory(settings: Settings, shape: ModelShape, device: Device, group: EngineGroup) -> EngineMemory:
+def engine_memory(settings: Settings, shape: ModelShape, device: DeviceSpec, group: EngineGroup) -> EngineEstimate:
     """The memory of an engine of a group, whose model has this shape."""
     ranks, args = group.ranks, group.args
-    width = 2 if engine_dtype(settings) == "bfloat16" else 4
+    width = 2 if engine_dtype(settings.megatron, settings.rollout) == "bfloat16" else 4
     whole = engine_weights(settings, shape) if group.trained else _stored_weights(group.path, shape, width)
     per_token = kv_numbers(shape, ranks) * width
     if device.is_cpu:
         limit = settings.rollout.sampling.rollout_max_context_len or shape.max_position_embeddings
         tokens = int(str(args.get("max-total-tokens", max(KV_TOKENS, limit))))
         cache, rest = tokens * per_token * ranks, ENGINE_PROCESS
-        return EngineMemory(group=group, weights=whole, kv_cache=cache, rest=rest, kv_tokens=tokens)
+        return EngineEstimate(group=group, weights=whole, kv_cache=cache, rest=rest, kv_tokens=tokens)
     fraction = float(str(args.get("mem-fraction-static", MEM_FRACTION)))
     weights, static = whole // ranks, int(device.memory * fraction)
     tokens = max(0, static - weights) // per_token
     if "max-total-tokens" in args:
         tokens = min(tokens, int(str(args["max-total-tokens"])))
-    return EngineMemory(group=group, weights=weights, kv_cache=tokens * per_token, rest=CUDA_PROCESS, kv_tokens=tokens)
+    return EngineEstimate(
+        group=group, weights=weights, kv_cache=tokens * per_token, rest=CUDA_PROCESS, kv_tokens=tokens
+    )
 
 
 def engine_weights(settings: Settings, shape: ModelShape) -> int:
     """Bytes of the weights that engines hold and are sent; a quantized model's are those of its files."""
-    if is_quantized(settings):
+    if is_quantized(settings.rollout.data.hf_checkpoint):
         return stored_bytes(Path(settings.rollout.data.hf_checkpoint)) or num_parameters(shape)
-    return num_parameters(shape) * (2 if engine_dtype(settings) == "bfloat16" else 4)
+    return num_parameters(shape) * (2 if engine_dtype(settings.megatron, settings.rollout) == "bfloat16" else 4)
 
 
 def _stored_weights(path: str, shape: ModelShape, width: int) -> int:

@@ -1,4 +1,4 @@
-"""What a trainer does and holds at most if a model's experts are not used evenly.
+"""The most that a trainer does and holds if a model's experts are not used evenly.
 
 A plan has all experts loaded evenly. How uneven a router is nobody knows before the run, but there is a bound: a token
 visits as many experts of one rank as that rank has, or as the router chooses. The rank that all tokens go to has as

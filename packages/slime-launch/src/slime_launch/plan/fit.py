@@ -8,21 +8,20 @@ from typing import Any
 
 from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError
-from slime_launch.config import Settings
-from slime_launch.devices import Device
+from slime_launch.config import ClusterConfig, Settings
+from slime_launch.devices import DeviceSpec
 from slime_launch.overrides import Overrides
 from slime_launch.plan.cost import Sizes
-from slime_launch.plan.engines import EngineMemory
-from slime_launch.plan.layout import batch_of
+from slime_launch.plan.engines import EngineEstimate
+from slime_launch.plan.layout import BatchSizes, batch_of
 from slime_launch.plan.memory import Phase, TrainerMemory, gib, trainer_memory
-from slime_megatron.config import flag_name
-from slime_megatron.fits import misfits
+from slime_megatron.service import MegatronConfig, check_fits, flag_name
 
 _FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def check_trainer(
-    settings: Settings, shape: ModelShape, device: Device, memory: TrainerMemory, sizes: Sizes, overrides: Overrides
+    settings: Settings, shape: ModelShape, device: DeviceSpec, memory: TrainerMemory, sizes: Sizes, overrides: Overrides
 ) -> None:
     """Check that a trainer rank fits on its device.
 
@@ -37,21 +36,27 @@ def check_trainer(
     )
 
 
-def _advice(settings: Settings, shape: ModelShape, device: Device, sizes: Sizes, overrides: Overrides) -> str:
-    for change in _changes(settings, shape):
+def memory_in_step(
+    settings: Settings,
+    shape: ModelShape,
+    device: DeviceSpec,
+    batch: BatchSizes | None,
+    sizes: Sizes,
+    overrides: Overrides,
+) -> TrainerMemory:
+    """The memory of a trainer rank on a batch; without one it evaluates, sample by sample."""
+    tokens = sizes.sample_tokens if batch is None else batch.tokens_per_micro_batch
+    count = 1 if batch is None else batch.micro_batches_per_step
+    return trainer_memory(settings, shape, device, tokens=tokens, micro_batches=count, overrides=overrides)
+
+
+def _advice(settings: Settings, shape: ModelShape, device: DeviceSpec, sizes: Sizes, overrides: Overrides) -> str:
+    for change in _changes(settings.megatron, settings.cluster, shape):
         try:
             other = dataclasses.replace(settings, megatron=dataclasses.replace(settings.megatron, **change))
-            if list(misfits(other.megatron, shape)):
-                continue
-            batch = None if settings.only_evaluates else batch_of(other, sizes)
-            found = trainer_memory(
-                other,
-                shape,
-                device,
-                tokens=sizes.sample_tokens if batch is None else batch.tokens_per_micro_batch,
-                micro_batches=1 if batch is None else batch.micro_batches_per_step,
-                overrides=overrides,
-            )
+            check_fits(other.megatron, shape)
+            batch = None if settings.kind.only_evaluates else batch_of(other, sizes)
+            found = memory_in_step(other, shape, device, batch, sizes, overrides)
         except ConfigError:
             continue
         if found.total <= device.memory:
@@ -65,9 +70,8 @@ def _advice(settings: Settings, shape: ModelShape, device: Device, sizes: Sizes,
     )
 
 
-def _changes(settings: Settings, shape: ModelShape) -> Iterator[dict[str, Any]]:
+def _changes(megatron: MegatronConfig, cluster: ClusterConfig, shape: ModelShape) -> Iterator[dict[str, Any]]:
     """Settings that take less memory, the mildest first."""
-    megatron, ranks = settings.megatron, settings.cluster.actor_gpus
     sharing: dict[str, Any] = {} if megatron.use_distributed_optimizer else {"use_distributed_optimizer": True}
     again = {} if megatron.recompute == "full" else _FULL | {"recompute_activations": False}
     if sharing:
@@ -76,13 +80,13 @@ def _changes(settings: Settings, shape: ModelShape) -> Iterator[dict[str, Any]]:
         yield again
     if sharing and again:
         yield sharing | again
-    own, most = megatron.tensor_model_parallel_size, min(8, settings.cluster.actor_num_gpus_per_node)
+    own, most = megatron.tensor_model_parallel_size, min(8, cluster.actor_num_gpus_per_node)
     experts = {} if shape.num_experts is None else {"expert_tensor_parallel_size": 1}
     for tensor in (size for size in (2, 4, 8) if own < size <= most):
         yield {"tensor_model_parallel_size": tensor, "sequence_parallel": True} | experts | sharing | again
     stages = megatron.pipeline_model_parallel_size
     split = {"tensor_model_parallel_size": most, "sequence_parallel": True} if most > own else {}
-    for pipeline in (size for size in (2, 4, 8) if stages < size <= ranks // max(1, most)):
+    for pipeline in (size for size in (2, 4, 8) if stages < size <= cluster.actor_gpus // max(1, most)):
         yield {"pipeline_model_parallel_size": pipeline} | split | experts | sharing | again
 
 
@@ -90,7 +94,7 @@ def _typed(name: str, value: Any) -> str:
     return flag_name(name) if value is True else f"{flag_name(name)} {value}"
 
 
-def check_engine(device: Device, memory: EngineMemory, sizes: Sizes) -> None:
+def check_engine(device: DeviceSpec, memory: EngineEstimate, sizes: Sizes) -> None:
     """Check that an engine's weights fit on its GPUs, with a cache for at least one sample of the trained model.
 
     Raises:
@@ -116,7 +120,7 @@ def check_engine(device: Device, memory: EngineMemory, sizes: Sizes) -> None:
     )
 
 
-def check_phases(device: Device, found: list[Phase]) -> None:
+def check_phases(device: DeviceSpec, found: list[Phase]) -> None:
     """Check what ranks and engines need together, where they share memory.
 
     Raises:

@@ -54,7 +54,7 @@ class _Engine:
         self.stamp = 0  # of the last change: an event that was foreseen before is void
 
 
-class Fleet:
+class SimulatedFleet:
     """All engines. Times are in seconds; those of events never go back.
 
     A response goes to the engine with the fewest. ``concurrency`` responses are in flight at most, others wait for one
@@ -213,7 +213,7 @@ class Fleet:
             heapq.heappush(self._events, (at, engine.number, engine.stamp))
 
 
-class Scorers:
+class SimulatedScorers:
     """Scores responses in the order in which they are finished, a number of them at a time."""
 
     def __init__(self, seconds: float, workers: int | None) -> None:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 import simpy
 
-from slime_launch.plan.fleet import Fleet, Response
+from slime_launch.plan.fleet import Response, SimulatedFleet
 from slime_launch.plan.profile import Profile
 from slime_launch.plan.setup import Setup
 
@@ -19,7 +19,7 @@ Group: TypeAlias = list[Response]
 class GroupFlow:
     """Which groups are in flight, and which are trained on: the rules of `slime_rollout.collect.Collector`."""
 
-    def __init__(self, env: simpy.Environment, profile: Profile, setup: Setup, fleet: Fleet) -> None:
+    def __init__(self, env: simpy.Environment, profile: Profile, setup: Setup, fleet: SimulatedFleet) -> None:
         self._env, self._profile, self._setup, self._fleet = env, profile, setup, fleet
         self._numbers = np.random.default_rng(setup.seed)
         self._drawn: deque[int] = deque()

@@ -7,14 +7,15 @@ import math
 from collections.abc import Sequence
 
 from slime_core.errors import ConfigError
-from slime_launch.config import Settings
-from slime_launch.devices import Device
+from slime_launch.config import ClusterConfig, Settings
+from slime_launch.derived import global_batch_size, row_limit
+from slime_launch.devices import DeviceSpec
 from slime_launch.errors import PlacementError
-from slime_launch.placement import check_transport, plan_layout
+from slime_launch.placement import BundleLayout, check_transport
 from slime_launch.plan.cost import Sizes
 from slime_launch.plan.engines import EngineGroup
-from slime_launch.validate import global_batch_size, row_limit
-from slime_rollout.engine.transports import Route, transports
+from slime_rollout.engine.config import EngineConfig
+from slime_rollout.engine.transports import Route
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,14 +36,13 @@ class PlacedEngine:
     gpus: list[int]
 
 
-def place(settings: Settings, device: Device, gpus_per_node: int, groups: Sequence[EngineGroup]) -> list[Node]:
+def place(layout: BundleLayout, gpus_per_node: int, groups: Sequence[EngineGroup]) -> list[Node]:
     """Fill nodes one after the other, as the run's placement group does; a CPU's workers are on one."""
-    layout = plan_layout(settings.placed, cuda=not device.is_cpu, trains=settings.trains)
-    room = len(layout.bundles) if device.is_cpu else gpus_per_node
+    of_node = gpus_per_node if layout.cuda else len(layout.bundles)
     nodes: dict[int, Node] = {}
 
     def at(bundle: int) -> Node:
-        number = bundle // room
+        number = bundle // of_node
         return nodes.setdefault(number, Node(node=number, trainer_ranks=[], engines=[]))
 
     for rank, bundle in enumerate(layout.trainer):
@@ -53,20 +53,22 @@ def place(settings: Settings, device: Device, gpus_per_node: int, groups: Sequen
             here = at(bundle).engines
             if not here or here[-1].number != number:
                 here.append(PlacedEngine(number=number, title=title, gpus=[]))
-            here[-1].gpus.append(bundle % room)
+            here[-1].gpus.append(bundle % of_node)
     return [nodes[number] for number in sorted(nodes)]
 
 
-def check_nodes(settings: Settings, nodes: list[Node], device: Device) -> None:
-    """Check that every engine has as many GPUs on each of its nodes, and that weights reach it.
+def check_nodes(
+    nodes: list[Node], engine: EngineConfig, cluster: ClusterConfig, device: DeviceSpec, *, trains: bool
+) -> None:
+    """Check that every engine has as many GPUs on each of its nodes, and that weights reach it if the run ``trains``.
 
     Raises:
         PlacementError: One has not, or the transport of weights does not reach all.
     """
     shares: dict[int, list[int]] = {}
     for node in nodes:
-        for engine in node.engines:
-            shares.setdefault(engine.number, []).append(len(engine.gpus))
+        for placed in node.engines:
+            shares.setdefault(placed.number, []).append(len(placed.gpus))
     uneven = next((number for number, share in shares.items() if len(set(share)) > 1), None)
     if uneven is not None:
         raise PlacementError(
@@ -74,28 +76,31 @@ def check_nodes(settings: Settings, nodes: list[Node], device: Device) -> None:
             f"{len(shares[uneven])} nodes, and needs as many on each; give another --rollout-num-gpus-per-engine, or "
             "trainers a multiple of it"
         )
-    if shares and settings.trains:
-        check_transport(transports(settings.engine, route_of(settings, nodes, device, 0)))
+    if shares and trains:
+        check_transport(engine, route_of(cluster, nodes, device, 0))
 
 
-def route_of(settings: Settings, nodes: list[Node], device: Device, size: int, *, engines: int = 1) -> Route:
-    """The way of ``size`` bytes of weights to so many engines."""
-    places, grows = [node for node in nodes if node.engines], settings.cluster.spare_gpus > 0
+def route_of(
+    cluster: ClusterConfig, nodes: list[Node], device: DeviceSpec, size: int, *, engines: int = 1, tensors: int = 0
+) -> Route:
+    """The way of ``size`` bytes of weights, in so many tensors, to so many engines."""
+    places, grows = [node for node in nodes if node.engines], cluster.spare_gpus > 0
     parts = [engine.number for node in places for engine in node.engines]
     beside = len(parts) == len(set(parts)) and all(node.trainer_ranks for node in places)
     return Route(
         engines=engines,
         within_node=all(node.node == 0 for node in places) and not grows,
         cuda=not device.is_cpu,
-        shared=settings.cluster.colocate,
+        shared=cluster.colocate,
         senders=len(places) if beside else 0,
         size=size,
+        tensors=tensors,
         link=device.link,
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Batch:
+class BatchSizes:
     """How a rollout is trained on; ``identity`` says it as the two products that must be equal."""
 
     prompts: int
@@ -110,7 +115,7 @@ class Batch:
     identity: str
 
 
-def batch_of(settings: Settings, sizes: Sizes) -> Batch:
+def batch_of(settings: Settings, sizes: Sizes) -> BatchSizes:
     """The batch, with micro-batches of responses that are as long as they may be.
 
     Raises:
@@ -130,7 +135,7 @@ def batch_of(settings: Settings, sizes: Sizes) -> Batch:
         tokens = min(micro, own) * sizes.sample_tokens
         count = math.ceil(own / micro)
     prompts, each = selection.rollout_batch_size, settings.samples_per_prompt
-    return Batch(
+    return BatchSizes(
         prompts=prompts,
         samples_per_prompt=each,
         samples=prompts * each,
@@ -140,8 +145,8 @@ def batch_of(settings: Settings, sizes: Sizes) -> Batch:
         samples_per_rank=own,
         tokens_per_micro_batch=tokens,
         micro_batches_per_step=count,
-        identity=f"{prompts} {settings.rows or 'prompts'} × {each} samples = {prompts * each} = {steps} steps × global "
-        f"batch {size}",
+        identity=f"{prompts} {settings.kind.rows or 'prompts'} × {each} samples = {prompts * each} = {steps} steps × "
+        f"global batch {size}",
     )
 
 
@@ -153,9 +158,9 @@ def sizes_of(settings: Settings, prompt_tokens: int, context: int, longest_row: 
     Raises:
         ConfigError: Prompts leave no room for a response.
     """
-    prompts, limit = settings.rollout.selection.rollout_batch_size, row_limit(settings, context)
+    prompts, limit = settings.rollout.selection.rollout_batch_size, row_limit(settings.rollout, context)
     samples = prompts * settings.samples_per_prompt
-    if settings.rows is not None:
+    if settings.kind.rows is not None:
         return Sizes(prompt_tokens=0, response_tokens=longest_row or limit, prompts=prompts, samples=samples)
     response = min(settings.rollout.sampling.rollout_max_response_len, limit - prompt_tokens)
     if response < 1:

@@ -61,11 +61,6 @@ class _Run:
         return fmean(found) if found else 0.0
 
 
-def profile_of_run(output_dir: Path) -> Profile:
-    """The profile of a finished run, by its ``--output-dir``. As :func:`profile_of_runs`."""
-    return profile_of_runs([output_dir])
-
-
 def profile_of_runs(output_dirs: Sequence[Path]) -> Profile:
     """The profile of runs of one model on one kind of hardware; those of several batch sizes show most.
 
@@ -287,7 +282,7 @@ def _hand_over(runs: Sequence[_Run]) -> float | None:
 
 
 def _loop(runs: Sequence[_Run], hand_over: float | None, notes: list[str]) -> LoopSpeed:
-    """What is left between the phases that are measured."""
+    """The time between the phases that are measured."""
     moving = (hand_over or 0.0) / 3
     if hand_over:
         notes.append("loop.hand_over_seconds: a third of it is taken to be in each of generating, training and sending")

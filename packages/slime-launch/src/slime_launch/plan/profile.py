@@ -98,7 +98,7 @@ class TrainerSpeed:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopSpeed:
-    """What the loop does besides generating, training and sending, in seconds.
+    """Seconds that the loop takes besides generating, training and sending.
 
     Attributes:
         prepare_seconds: From a rollout's last score to the start of training: writing it down, splitting it.
@@ -174,10 +174,6 @@ class Profile:
         drawn = np.maximum(np.rint(np.interp(numbers.random(count), parts, tokens)), 1).astype(int)
         lengths: list[int] = (drawn if most is None else np.minimum(drawn, most)).tolist()
         return lengths
-
-    def mean_length(self) -> float:
-        """Mean tokens of a response."""
-        return mean_of(self.lengths)
 
 
 def mean_of(lengths: Points) -> float:

@@ -12,13 +12,18 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from slime_core.errors import DataError
+from slime_rollout.checks import (
+    EncodedChat,
+    Measured,
+    PromptEncoder,
+    PromptFile,
+    RawRow,
+    check_row,
+    encode_row,
+    template_tokenizer,
+)
 from slime_rollout.config import RolloutConfig
-from slime_rollout.data import EncodedChat, PromptEncoder
-from slime_rollout.data.chat import template_tokenizer
-from slime_rollout.data.files import PromptFile, RawRow
-from slime_rollout.data.rows import check_row
-from slime_rollout.data_service import DataSpec, encode_row
-from slime_rollout.measure import Measured
+from slime_rollout.service import DataSpec
 
 T = TypeVar("T")
 
@@ -114,7 +119,7 @@ def _longest(paths: Sequence[str], encode: Callable[[RawRow], Sequence[EncodedCh
 
 
 def _first_usable(path: str, make: Callable[[RawRow], T], on_bad_data: str, *, streamed: bool = False) -> T:
-    """What is made of the first row; of the first that can be used, where bad ones are skipped."""
+    """The first row, made into something; where bad ones are skipped, the first that can be used."""
     for _, raw in PromptFile(path, streamed=streamed).rows():
         try:
             return make(raw)

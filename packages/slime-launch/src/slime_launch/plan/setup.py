@@ -1,4 +1,4 @@
-"""What a command says of a run, as far as its speed goes."""
+"""The part of a command that its speed depends on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What a command says of a run, as far as its speed goes.
+    """The part of a command that its speed depends on.
 
     Attributes:
         engines: How many there are.

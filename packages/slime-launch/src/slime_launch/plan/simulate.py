@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import simpy
 
-from slime_launch.plan.fleet import Fleet, Scorers, lengths_of
+from slime_launch.plan.fleet import SimulatedFleet, SimulatedScorers, lengths_of
 from slime_launch.plan.groups import Group, GroupFlow
 from slime_launch.plan.profile import Profile
 from slime_launch.plan.setup import Setup
@@ -30,7 +30,7 @@ SLICES = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimulatedRun:
-    """What a simulated run did.
+    """The outcome of a simulated run.
 
     Rates and shares are of the time after the first quarter of its steps, when it has got going.
 
@@ -81,10 +81,10 @@ class _Run:
     def __init__(self, profile: Profile, setup: Setup) -> None:
         self._profile, self._setup = profile, setup
         self._env = simpy.Environment()
-        self._fleet = Fleet(
+        self._fleet = SimulatedFleet(
             profile.engine, setup.engines, prompt_tokens=profile.prompt_tokens, concurrency=setup.concurrency
         )
-        self._scorers = Scorers(profile.reward_seconds, profile.reward_workers)
+        self._scorers = SimulatedScorers(profile.reward_seconds, profile.reward_workers)
         self._groups = GroupFlow(self._env, profile, setup, self._fleet)
         self._ends: list[float] = []
         self._tokens: list[int] = []

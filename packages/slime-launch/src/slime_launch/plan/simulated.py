@@ -1,4 +1,4 @@
-"""What ``plan --simulate`` shows: a table, a picture, and the command of the best way."""
+"""The table, the picture and the command of the best way that ``plan --simulate`` shows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from slime_convert.progress import aligned
 from slime_launch.config import Settings
 from slime_launch.plan.profile import Profile
-from slime_launch.plan.splits import Way, best_of, command_of, in_config_file, try_ways
+from slime_launch.plan.splits import PlannedWay, best_of, command_of, in_config_file, try_ways
 
 TITLES = (
     *("train", "generate", "ahead", "steps/h", "samples/s", "tokens/s"),
@@ -25,7 +25,7 @@ PANELS = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Comparison:
+class WaysCompared:
     """All ways, and the best one with its command.
 
     Attributes:
@@ -33,8 +33,8 @@ class Comparison:
         notes: What the profile has only as a guess.
     """
 
-    ways: list[Way]
-    best: Way
+    ways: list[PlannedWay]
+    best: PlannedWay
     command: str
     in_file: list[str]
     notes: tuple[str, ...]
@@ -57,7 +57,7 @@ def simulate_command(
     *,
     gpus_per_node: int,
     on_way: Callable[[int, int], None] = lambda done, total: None,
-) -> Comparison:
+) -> WaysCompared:
     """Simulate a command, whose words are those after ``slime-launch train``, and its other ways.
 
     ``on_way`` hears how many are done, and of how many.
@@ -67,16 +67,16 @@ def simulate_command(
     """
     ways = try_ways(profile, settings, gpus_per_node=gpus_per_node, on_way=on_way)
     best = best_of(ways)
-    return Comparison(
+    return WaysCompared(
         ways=ways,
         best=best,
-        command=command_of(best, words, settings, gpus_per_node=gpus_per_node),
-        in_file=in_config_file(best, settings),
+        command=command_of(best, words, gpus_per_node=gpus_per_node),
+        in_file=in_config_file(best, settings.origins),
         notes=profile.notes,
     )
 
 
-def simulated_text(found: Comparison, picture: Path) -> str:
+def simulated_text(found: WaysCompared, picture: Path) -> str:
     """The table, and what to run."""
     own = next(way for way in found.ways if way.is_own)
     gain = found.best.outcome.samples_per_second / own.outcome.samples_per_second
@@ -99,12 +99,12 @@ def simulated_text(found: Comparison, picture: Path) -> str:
     return "\n".join([*lines, "", f"picture  {picture}"])
 
 
-def _said(best: Way, ahead: str, gain: float) -> str:
+def _said(best: PlannedWay, ahead: str, gain: float) -> str:
     where = f"{best.actor_gpus} GPUs shared" if best.shared else f"{best.actor_gpus} + {best.rollout_gpus} GPUs"
     return f"best: {where}, {ahead}, {gain:.2f} times as fast as this command"
 
 
-def _cells(way: Way, best: Way) -> list[str]:
+def _cells(way: PlannedWay, best: PlannedWay) -> list[str]:
     outcome = way.outcome
     marks = (("this command", way.is_own), ("best", way is best))
     return [
@@ -123,7 +123,7 @@ def _cells(way: Way, best: Way) -> list[str]:
     ]
 
 
-def save_picture(found: Comparison, path: Path) -> None:
+def save_picture(found: WaysCompared, path: Path) -> None:
     """Throughput, idle shares and staleness over the GPUs that generate, a line for each ``--async-buffer-size``."""
     from matplotlib.figure import Figure
 
@@ -141,22 +141,15 @@ def save_picture(found: Comparison, path: Path) -> None:
             axes.axhline(getattr(way.outcome, name), linestyle="--", color="gray", label="shared GPUs")
         best = found.best
         if not best.shared:
-            axes.plot(
-                best.rollout_gpus,
-                getattr(best.outcome, name),
-                "*",
-                markersize=16,
-                color="black",
-                label="best",
-                zorder=0,
-            )
+            star = {"markersize": 16, "color": "black", "label": "best", "zorder": 0}
+            axes.plot(best.rollout_gpus, getattr(best.outcome, name), "*", **star)
         axes.set(xlabel="GPUs that generate", ylabel=title, ylim=(0, None))
         axes.grid(alpha=0.3)
     figure.axes[0].legend()
     figure.savefig(path, dpi=120)
 
 
-def _plain(way: Way) -> dict[str, Any]:
+def _plain(way: PlannedWay) -> dict[str, Any]:
     values = dataclasses.asdict(way)
     figures: dict[str, Any] = values.pop("outcome")
     steps = len(figures.pop("ends"))

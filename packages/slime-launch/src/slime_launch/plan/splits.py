@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from slime_core.errors import ConfigError
 from slime_core.flags import flag_specs
 from slime_launch.config import CONFIGS, Settings
+from slime_launch.derived import global_batch_size
 from slime_launch.errors import ProfileError
 from slime_launch.plan.profile import Profile
-from slime_launch.plan.setup import Setup, setup_of
+from slime_launch.plan.setup import setup_of
 from slime_launch.plan.simulate import SimulatedRun, simulate
-from slime_launch.validate import global_batch_size
 
 BUFFERS = (None, 1, 2, 4)
 MOST_SPLITS = 9
@@ -31,7 +31,7 @@ NOT_AHEAD = ("--over-sampling-batch-size", "--partial-rollout", "--mask-offpolic
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Way:
+class PlannedWay:
     """One way to run the command, and what came of it.
 
     Attributes:
@@ -54,7 +54,7 @@ def try_ways(
     *,
     gpus_per_node: int,
     on_way: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Way]:
+) -> list[PlannedWay]:
     """Simulate the command and its other ways; ``on_way`` hears how many are done, and of how many.
 
     Raises:
@@ -73,47 +73,51 @@ def try_ways(
         total = cluster.actor_gpus + cluster.rollout_gpus
         if _trains_on(settings, total, gpus_per_node):
             ways.append((total, total, True, None))
-    found: list[Way] = []
+    found: list[PlannedWay] = []
     ways = list(dict.fromkeys(ways))
-    for actor, rollout, shared, ahead in ways:
+    for way in ways:
         on_way(len(found), len(ways))
-        changed = _changed(setup, settings, actor, rollout, shared=shared, ahead=ahead)
-        is_own = (actor, rollout, shared, ahead) == own
+        actor, rollout, shared, ahead = way
+        changed = dataclasses.replace(
+            setup,
+            actor_gpus=actor,
+            engines=max(1, rollout // settings.engine.rollout_num_gpus_per_engine),
+            ahead=ahead,
+            in_flight=None if ahead is not None else setup.in_flight,
+            partial=ahead is None and setup.partial,
+            hands_over=setup.hands_over if way[:3] == own[:3] else shared,
+        )
+        outcome, is_own = simulate(profile, changed), way == own
         found.append(
-            Way(
-                actor_gpus=actor,
-                rollout_gpus=rollout,
-                shared=shared,
-                ahead=ahead,
-                is_own=is_own,
-                outcome=simulate(profile, changed),
+            PlannedWay(
+                actor_gpus=actor, rollout_gpus=rollout, shared=shared, ahead=ahead, is_own=is_own, outcome=outcome
             )
         )
     return found
 
 
-def best_of(ways: Sequence[Way]) -> Way:
+def best_of(ways: Sequence[PlannedWay]) -> PlannedWay:
     """The fastest; of those that are about as fast, the one with the freshest samples, then the command's own."""
     fastest = max(way.outcome.samples_per_second for way in ways)
     good = [way for way in ways if way.outcome.samples_per_second >= (1 - AS_GOOD) * fastest]
     return min(good, key=lambda way: (round(way.outcome.mean_staleness, 1), not way.is_own, way.ahead or 0))
 
 
-def command_of(way: Way, words: Sequence[str], settings: Settings, *, gpus_per_node: int) -> str:
+def command_of(way: PlannedWay, words: Sequence[str], *, gpus_per_node: int) -> str:
     """The command that runs it so, for a shell."""
     kept = list(words) if way.is_own else [*_without(words, way), *_flags_of(way, gpus_per_node)]
     return shlex.join(["slime-launch", "train", *kept])
 
 
-def in_config_file(way: Way, settings: Settings) -> list[str]:
+def in_config_file(way: PlannedWay, origins: Mapping[str, str]) -> list[str]:
     """Flags of the file of ``--config`` that must go for this way: a command line cannot take them back."""
     gone = () if way.is_own else [name for name in _gone(way) if name not in _flags_of(way, 1)]
     dests = ((name, name.removeprefix("--").replace("-", "_")) for name in gone)
-    return [name for name, dest in dests if settings.origins.get(dest) == "config file"]
+    return [name for name, dest in dests if origins.get(dest) == "config file"]
 
 
 def _check(profile: Profile, settings: Settings) -> None:
-    if not (settings.generates and settings.trains) or settings.only_evaluates:
+    if not settings.kind.sends or settings.kind.only_evaluates:
         raise ProfileError("--simulate is about runs that generate and train, and this command does not do both")
     if settings.rollout.rollout_function is not None or settings.engine.rollout_external_engine_addrs:
         raise ProfileError(
@@ -128,7 +132,7 @@ def _check(profile: Profile, settings: Settings) -> None:
         )
     if not settings.cluster.rollout_gpus:
         raise ProfileError("nothing says how many GPUs generate; give --rollout-num-gpus or --colocate")
-    if (settings.trainer_sleeps or settings.engines_sleep) and profile.loop.hand_over_seconds is None:
+    if settings.kind.hands_over and profile.loop.hand_over_seconds is None:
         raise ProfileError(
             "the profile has no loop.hand_over_seconds, which this command needs (--colocate, --offload-…); add it, or "
             "take the profile of such a run"
@@ -161,24 +165,11 @@ def _trains_on(settings: Settings, gpus: int, gpus_per_node: int) -> bool:
         return False
 
 
-def _changed(setup: Setup, settings: Settings, actor: int, rollout: int, *, shared: bool, ahead: int | None) -> Setup:
-    own = (settings.cluster.actor_gpus, settings.cluster.rollout_gpus, settings.cluster.colocate)
-    return dataclasses.replace(
-        setup,
-        actor_gpus=actor,
-        engines=max(1, rollout // settings.engine.rollout_num_gpus_per_engine),
-        ahead=ahead,
-        in_flight=None if ahead is not None else setup.in_flight,
-        partial=ahead is None and setup.partial,
-        hands_over=setup.hands_over if (actor, rollout, shared) == own else shared,
-    )
-
-
-def _gone(way: Way) -> tuple[str, ...]:
+def _gone(way: PlannedWay) -> tuple[str, ...]:
     return CHANGED if way.ahead is None else (*CHANGED, *NOT_AHEAD)
 
 
-def _without(words: Sequence[str], way: Way) -> Iterator[str]:
+def _without(words: Sequence[str], way: PlannedWay) -> Iterator[str]:
     """The words but for flags that this way has otherwise."""
     has_value = {spec.name: not spec.is_switch for config in CONFIGS.values() for spec in flag_specs(config)}
     gone, rest = _gone(way), iter(words)
@@ -190,7 +181,7 @@ def _without(words: Sequence[str], way: Way) -> Iterator[str]:
             next(rest, None)
 
 
-def _flags_of(way: Way, gpus_per_node: int) -> list[str]:
+def _flags_of(way: PlannedWay, gpus_per_node: int) -> list[str]:
     nodes = max(1, way.actor_gpus // gpus_per_node)
     words = ["--actor-num-nodes", str(nodes), "--actor-num-gpus-per-node", str(way.actor_gpus // nodes)]
     words += ["--colocate"] if way.shared else ["--rollout-num-gpus", str(way.rollout_gpus)]

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from slime_convert.progress import aligned
 from slime_core.words import duration
 from slime_launch.plan.build import Plan
-from slime_launch.plan.engines import EngineMemory
-from slime_launch.plan.memory import gib
+from slime_launch.plan.engines import EngineEstimate
+from slime_launch.plan.memory import PARTS, gib
 
 _PROMPT_CHARACTERS = 400
 
@@ -92,14 +92,13 @@ def _trainer(plan: Plan) -> list[str]:
     memory = plan.trainer
     if memory is None:
         return []
-    names = ("process", "weights", "gradients", "optimizer", "critic", "frozen", "activations", "logits")
-    rows = [(name, gib(getattr(memory, name))) for name in names if getattr(memory, name)]
+    rows = [(name, gib(getattr(memory, name))) for name in PARTS if getattr(memory, name)]
     rows += [("in a step", gib(memory.total)), ("between steps", gib(memory.resident))]
     rows += [("in host memory", gib(memory.host))] if memory.host else []
     return _table(rows, range(1, 2))
 
 
-def _engine(plan: Plan, memory: EngineMemory) -> tuple[str, list[str]]:
+def _engine(plan: Plan, memory: EngineEstimate) -> tuple[str, list[str]]:
     """Title and lines; where there are several kinds of engines, the title says which."""
     name = f"{memory.group.title} engine" if len(plan.engines) > 1 else "engine"
     title = f"memory of {'an' if name[0] in 'aeiou' else 'a'} {name}" + ("" if plan.device.is_cpu else "'s GPU")

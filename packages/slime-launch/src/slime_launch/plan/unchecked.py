@@ -1,18 +1,18 @@
-"""What a plan could not check: a start may refuse that, and nothing else."""
+"""Checks that a plan could not make: what a start may still refuse."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slime_launch.config import Settings
+from slime_launch.kind import RunKind
 from slime_launch.preflight import Found
+from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.python import has_sglang
 
 
-def unchecked_engines(settings: Settings, *, elsewhere: bool) -> list[str]:
-    """What a plan could not check of the engines, where SGLang is not installed here."""
-    engine = settings.engine
-    if not settings.generates or engine.rollout_external_engine_addrs or has_sglang(engine.sglang_python):
+def unchecked_engines(kind: RunKind, engine: EngineConfig, *, elsewhere: bool) -> list[str]:
+    """Checks of the engines that a plan could not make, where SGLang is not installed here."""
+    if not kind.generates or engine.rollout_external_engine_addrs or has_sglang(engine.sglang_python):
         return []
     flags = ", ".join(f"--sglang-{name}" for name in engine.sglang_args)
     unchecked = f", so these flags are not checked: {flags}" if flags else ""
@@ -20,17 +20,17 @@ def unchecked_engines(settings: Settings, *, elsewhere: bool) -> list[str]:
     return [f"SGLang is not installed on this machine{unchecked}{start}"]
 
 
-def unchecked(settings: Settings, found: Found, *, elsewhere: bool) -> list[str]:
-    """What a plan could not check of everything but models, a line each: a start may refuse it."""
-    engine, sampled = settings.engine, [line for line in found.measured.notices if "when its turn comes" in line]
-    lines = [*unchecked_engines(settings, elsewhere=elsewhere), *sampled]
+def unchecked(kind: RunKind, engine: EngineConfig, found: Found, *, elsewhere: bool) -> list[str]:
+    """Checks that a plan could not make, but for those of models, a line each."""
+    sampled = [line for line in found.measured.notices if "when its turn comes" in line]
+    lines = [*unchecked_engines(kind, engine, elsewhere=elsewhere), *sampled]
     if found.not_here:
         lines.append(f"the data is not checked: {', '.join(found.not_here)} {_is(found.not_here)} not on this machine")
     if elsewhere:
         lines.append("directories that can be written, room on disks, free ports and logins are the other machine's")
-    if settings.generates and engine.rollout_external_engine_addrs:
+    if kind.generates and engine.rollout_external_engine_addrs:
         lines.append(f"whether {', '.join(engine.rollout_external_engine_addrs)} answer, and with which model")
-    if settings.generates and engine.sglang_router_url is not None:
+    if kind.generates and engine.sglang_router_url is not None:
         lines.append(f"whether {engine.sglang_router_url} answers as a router")
     return lines
 

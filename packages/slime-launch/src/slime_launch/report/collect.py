@@ -1,4 +1,4 @@
-"""What a report's page shows of a run, from the files in its directory; nothing else has to be there."""
+"""The data of a report's page about a run, from the files in its directory; nothing else has to be there."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from slime_launch.report.samples import read_kept
 from slime_launch.report.summary import HELD_OUT_LOSS, REPORT_FILE, REWARD, scores_of
 from slime_launch.report.timeline import lanes_of, timeline
 from slime_launch.resolved import FILE_NAME as SETTINGS_FILE
-from slime_launch.shown import SAMPLES_DIR
 from slime_launch.tracking import METRICS_FILE, Row, read_rows
+from slime_rollout.service import SAMPLES_DIR
 
 Data = dict[str, Any]
 MOST_POINTS = 2000
@@ -48,7 +48,7 @@ CHARTS = (
     ("Staleness", "rollout", ("rollout/staleness/mean", "rollout/staleness/max"), "versions"),
     ("Groups with equal rewards", "rollout", ("rollout/zero_std/ratio",), ""),
 )
-"""What is shown first: title, kind of row, metrics as the table of names has them, unit."""
+"""The charts that are shown first: title, kind of row, metrics as the table of names has them, unit."""
 
 
 ANY_OUTPUT = ("out", "output", "outputs", "result", "results", "run")
@@ -277,7 +277,7 @@ def _staleness(samples: Sequence[Data]) -> Data | None:
 
 
 def _events(path: Path) -> Iterator[tuple[float, str, str]]:
-    """What happened to engines: seconds since 1970, whom, what."""
+    """Events of engines: seconds since 1970, which engine, what happened."""
     if not path.exists():
         return
     from datetime import datetime

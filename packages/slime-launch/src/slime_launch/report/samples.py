@@ -1,4 +1,4 @@
-"""The samples that a run has kept (:mod:`slime_launch.shown`), with what the trainer computed for them."""
+"""The samples that a run has kept (:mod:`slime_rollout.shown`), with what the trainer computed for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from slime_core.files import naming_damage, read_gzip
-from slime_launch.shown import MOST_TOKENS
+from slime_rollout.service import MOST_TOKENS
 
 _NAME = re.compile(r"rollout_(\d+)(?:-rank_\d+)?\.json\.gz")
 MOST_BYTES = 4 * 2**20
@@ -64,7 +64,7 @@ def _merged(found: list[Any]) -> Iterator[dict[str, Any]]:
 
 
 def _read(path: Path) -> tuple[Any, int]:
-    """What is in a file, and its bytes; nothing of one that is torn."""
+    """The content of a file, and its bytes; nothing of one that is torn."""
     try:
         text = read_gzip(path, most=MOST_UNPACKED)
         try:

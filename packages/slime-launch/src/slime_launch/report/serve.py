@@ -21,7 +21,7 @@ from slime_launch.tracking import METRICS_FILE
 
 ADDRESS = "127.0.0.1"
 HOSTS = (ADDRESS, "localhost")
-"""What a browser may call this server: a page of another site that has its name lead here would read the samples."""
+"""Names of this server for a browser: a page of another site that has its own name lead here would read the samples."""
 NO_TOKEN = b"403: give the whole address that slime-launch report --serve has printed, with its ?token=...\n"
 RATIO = 200.0
 """Collecting takes at most one part in so many of a core's time."""

@@ -20,8 +20,8 @@ from slime_launch.step_metrics import example_line
 from slime_launch.tracking import TENSORBOARD_DIR, Row, read_rows
 
 if TYPE_CHECKING:
+    from slime_core.types import Account
     from slime_launch.preflight import Checked
-    from slime_rollout.data import Account
 
 REPORT_FILE = "report.json"
 CURVE_FILE = "reward_curve.png"
@@ -205,7 +205,7 @@ def report_lines(report: Report) -> list[str]:
 
 
 def done_words(report: Report) -> str:
-    """What the run did."""
+    """The first words of a report, such as ``trained for 3 steps``."""
     if report.evaluated is not None:
         return f"evaluated {report.evaluated}"
     steps = counted(report.rollouts, "step")
@@ -216,7 +216,7 @@ def done_words(report: Report) -> str:
 
 
 def scoring_problem(report: Report, samples_per_rollout: int) -> str | None:
-    """What is wrong where more than half of a run's samples could not be scored: it was trained on failures mostly."""
+    """An error line if more than half of the samples could not be scored: the run was trained on failures mostly."""
     total = report.rollouts * samples_per_rollout
     if 2 * report.unscored <= total:
         return None
@@ -228,7 +228,7 @@ def scoring_problem(report: Report, samples_per_rollout: int) -> str | None:
 
 
 def ledger_line(counts: Mapping[str, int], *, balances: bool, of_data: bool = False) -> str:
-    """What became of all samples, as a sum; those ``of_data`` were read, not generated."""
+    """How many samples were trained on, filtered and so on, as a sum; those ``of_data`` were read, not generated."""
     waiting = counts["buffered"] + counts["out"]
     terms = {"trained": counts["trained"], "filtered": counts["filtered"], "aborted": counts["aborted"]}
     right = " + ".join(f"{count:,} {name}" for name, count in (terms | {"waiting": waiting}).items())
@@ -240,7 +240,7 @@ def ledger_line(counts: Mapping[str, int], *, balances: bool, of_data: bool = Fa
 def report_if_finished(checked: Checked, output_dir: Path) -> bool:
     """If the run in ``--save`` is trained to ``--num-rollout`` and evaluated there, say so and report again."""
     manifest, settings = checked.manifest, checked.settings
-    if manifest is None or manifest.iteration < settings.num_rollout or settings.only_evaluates:
+    if manifest is None or manifest.iteration < settings.num_rollout or settings.kind.only_evaluates:
         return False
     save = Path(str(settings.megatron.save))
     # Another --output-dir may have been given this time.
@@ -294,8 +294,7 @@ def save_curve(
         axes.plot(*zip(*points, strict=True), marker="o", linestyle="--", linewidth=0.8, label=name)
     if evals:
         axes.legend()
-    axes.set_xlabel("rollout")
-    axes.set_ylabel(title)
+    axes.set(xlabel="rollout", ylabel=title)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
 

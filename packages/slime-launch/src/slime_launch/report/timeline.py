@@ -27,7 +27,7 @@ _BUSY = "generate"
 
 
 class Interval(NamedTuple):
-    """What was done from ``start`` to ``end``, seconds since 1970, for a rollout."""
+    """A phase of a rollout, from ``start`` to ``end``, in seconds since 1970."""
 
     start: float
     end: float
@@ -89,9 +89,9 @@ def _lines(path: Path) -> Iterator[tuple[float, int]]:
 
 
 def lost_time(lanes: Mapping[str, Sequence[Interval]]) -> list[dict[str, Any]]:
-    """What trainers and engines did not work for, by phase of the loop, the longest first: seconds and share of all.
+    """The time in which trainers and engines did not work, by phase of the loop, the longest first.
 
-    Of several ranks or engines the mean.
+    Seconds, and their share of all; of several ranks or engines the mean.
     """
     phases = lanes.get(LOOP, ())
     if not phases:
@@ -137,7 +137,7 @@ def _union(intervals: Iterable[tuple[float, float]]) -> Iterator[tuple[float, fl
 
 
 def _gaps(busy: Iterable[tuple[float, float]], began: float, ended: float) -> Iterator[tuple[float, float]]:
-    """What is left between ``began`` and ``ended``."""
+    """The intervals between ``began`` and ``ended`` that are not ``busy``."""
     at = began
     for start, end in busy:
         if start > at:

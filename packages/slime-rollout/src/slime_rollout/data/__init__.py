@@ -1,5 +1,6 @@
 """Prompt files in, groups of fresh samples out."""
 
+from slime_core.types import Account
 from slime_rollout.data.chat import PromptEncoder, load_tokenizer
 from slime_rollout.data.chat_mask import ChatEncoder, EncodedChat
 from slime_rollout.data.choose import (
@@ -12,7 +13,7 @@ from slime_rollout.data.choose import (
 )
 from slime_rollout.data.dataset import PromptDataset, RowEncoder, TokenizedPrompt
 from slime_rollout.data.group_state import copied_group
-from slime_rollout.data.ledger import Account, Fate, Ledger
+from slime_rollout.data.ledger import Fate, Ledger
 from slime_rollout.data.offline import (
     PreferenceBatch,
     PreferenceDataset,

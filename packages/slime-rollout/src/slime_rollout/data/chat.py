@@ -44,15 +44,10 @@ PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 def load_tokenizer(hf_checkpoint: str, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a Hugging Face directory.
+    """The tokenizer of a Hugging Face directory; ``trust_remote_code`` runs one that comes as Python (Kimi, Moonlight).
 
-    Args:
-        hf_checkpoint: The directory.
-        trust_remote_code: Run the tokenizer's own code where it comes as Python (Kimi, Moonlight).
-
-    Raises:
-        ConfigError: There is none that transformers can load, or something in the directory is not read: a pipe, a
-            device, a text of gigabytes.
+    Raises `ConfigError` if there is none that transformers can load, or something in the directory is not read: a pipe,
+    a device, a text of gigabytes.
     """
     if not Path(hf_checkpoint).is_dir():
         raise ConfigError(
@@ -87,11 +82,7 @@ def load_tokenizer(hf_checkpoint: str, *, trust_remote_code: bool = False) -> An
 
 
 def check_files(directory: Path) -> None:
-    """Check the files that a tokenizer may be read from: a pipe has no end, and templates are not large.
-
-    Raises:
-        ConfigError: One is not a regular file, or larger than any.
-    """
+    """Raise `ConfigError` if a file that a tokenizer may be read from is too large, or none, such as a pipe."""
     for path in directory.iterdir() if directory.is_dir() else ():
         try:
             state = path.stat()
@@ -168,11 +159,7 @@ def template_tokenizer(hf_checkpoint: str, *, trust_remote_code: bool = False) -
 
 
 def with_checked_template(tokenizer: Any) -> Any:
-    """The tokenizer, its chat templates tried on a short conversation: a template is a program, which may have no end.
-
-    Raises:
-        ConfigError: One takes more time or memory than any that is meant to be used.
-    """
+    """The tokenizer; a `ConfigError` if its chat template, which is a program, needs too much time or memory."""
     found = tokenizer.chat_template
     for template in found.values() if isinstance(found, dict) else [found] if isinstance(found, str) else []:
         if not _ends(template):
@@ -215,7 +202,7 @@ def _ends(template: str) -> bool:
 
 
 def apply_template(tokenizer: Any, messages: list[Message], tools: Tools, **how: Any) -> Any:
-    """What ``tokenizer.apply_chat_template`` returns. Raises DataError if the template refuses the messages."""
+    """``tokenizer.apply_chat_template`` with a `DataError` if the template refuses the messages."""
     try:
         return tokenizer.apply_chat_template(messages, tools=tools, **how)
     except Exception as error:  # a template is a program of the model's; it raises what it likes
@@ -227,7 +214,7 @@ class TextError(DataError):
 
 
 def tokenized(tokenizer: Any, text: str, **how: Any) -> Any:
-    """What the tokenizer returns for a text. Raises TextError for half a surrogate pair, with its place."""
+    """The tokenizer's value for a text; a `TextError` for half a surrogate pair, with its place."""
     try:
         return tokenizer(text, **how)
     except (TypeError, UnicodeError) as error:  # tokenizers says TypeError and nothing of the character
@@ -253,13 +240,8 @@ def text_tokens(tokenizer: Any, text: str) -> list[int]:
     return list(tokenized(tokenizer, text, add_special_tokens=special)["input_ids"])
 
 
-def unused_character(*values: Any) -> str:
-    """A character that occurs nowhere in ``values``, to mark a place in a template's text."""
-    return unused_characters(*values)[0]
-
-
 def unused_characters(*values: Any) -> list[str]:
-    """All such characters."""
+    """Characters that occur nowhere in ``values``, to mark places in a template's text."""
     used = set(json.dumps(values, ensure_ascii=False, default=str))
     return [chr(code) for code in _PRIVATE_USE if chr(code) not in used]
 
@@ -370,7 +352,7 @@ class ChatTurns:
         Raises `DataError` if the template is missing, refuses the messages, or leaves out what the model writes.
         """
         self._check_template()
-        mark = unused_character(before, messages, tools)
+        mark = unused_characters(before, messages, tools)[0]
         how = {"tokenize": False, "add_generation_prompt": True, **self._kwargs}
         try:
             conversation = [*before, {"role": "assistant", "content": mark}, *messages]

@@ -26,7 +26,7 @@ from typing import Any
 
 from slime_core.errors import ConfigError, DataError
 from slime_core.types import Message, Sample, Status
-from slime_rollout.data.chat import Tools, apply_template, marked, suited, tokenized, unused_character
+from slime_rollout.data.chat import Tools, apply_template, marked, suited, tokenized, unused_characters
 from slime_rollout.data.messages import TURN_MASK_KEY
 
 Render = Callable[[list[Message], bool], str]
@@ -103,12 +103,7 @@ class ChatEncoder:
         self._special = re.compile(alternatives or r"(?!)")
 
     def encode(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Tools = None,
-        first_trained: int = 0,
-        max_length: int | None = None,
+        self, messages: Sequence[Message], *, tools: Tools = None, first_trained: int = 0, max_length: int | None = None
     ) -> EncodedChat:
         """Encode one conversation; what is longer than ``max_length`` tokens loses its end.
 
@@ -177,7 +172,7 @@ def _mask(spans: list[tuple[int, int]], turns: list[_Turn]) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Turn:
-    """What the model writes in message number ``message``: characters ``start`` to ``end`` of the rendering."""
+    """The model's words in message number ``message``: characters ``start`` to ``end`` of the rendering."""
 
     message: int
     start: int
@@ -193,7 +188,7 @@ class _TurnFinder:
         self._rendered = functools.cache(self._render_first)
         self._position = functools.cache(self._mark_position)
         self.text = self._rendered(len(messages))
-        self._mark = unused_character(messages, self.text)
+        self._mark = unused_characters(messages, self.text)[0]
 
     def find(self) -> list[_Turn]:
         """The turns, in order. Raises DataError where the template does not show where a turn starts or ends."""

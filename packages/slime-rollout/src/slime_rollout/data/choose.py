@@ -47,9 +47,8 @@ _SETTINGS = MappingProxyType({"samples_per_prompt": 1, "shuffle": False, "seed":
 def load_source(config: RolloutConfig, encoder: PromptEncoder, hook_args: HookArgs) -> AccountedSource:
     """The prompts to train on, in memory or as a stream, in the data source that the flags choose; or none.
 
-    Raises:
-        ConfigError: The data source cannot be used.
-        DataError: A prompt file breaks its format; of one that is streamed, only what opening it shows.
+    Raises `ConfigError` if the data source cannot be used, `DataError` if a prompt file breaks its format; of one that
+    is streamed, only what opening it shows.
     """
     if not config.data.prompt_paths:
         return NoPrompts()
@@ -241,7 +240,7 @@ class CustomSource(AccountedSource):
 
 
 def checked_groups(groups: Any, count: int, where: str = "") -> list[Group]:
-    """What ``get_samples(count)`` returned; a `DataError` unless that is a list of so many groups."""
+    """The value of ``get_samples(count)``; a `DataError` unless it is a list of so many groups."""
     if not (
         isinstance(groups, list)
         and len(groups) == count

@@ -50,7 +50,7 @@ class TokenizedPrompt:
 
 
 Outcome = TokenizedPrompt | DataError
-"""What becomes of a row: its prompt, or what is wrong with it."""
+"""A row's prompt, or why it is bad."""
 
 
 class RowEncoder:
@@ -67,7 +67,7 @@ class RowEncoder:
         self._limits, self._longest = ModelLimits.of(config.data.hf_checkpoint), longest_prompt(config)
 
     def outcome(self, raw: RawRow) -> Outcome:
-        """What becomes of one row. One that the model cannot take is bad, unless it is left out as too long."""
+        """A row's prompt, or why it is bad, which the model's limits may be, too, unless it is left out as too long."""
         try:
             row = check_row(raw, self._config)
         except DataError as error:
@@ -92,10 +92,9 @@ class RowEncoder:
             )
 
     def outcomes(self, rows: Iterable[tuple[T, RawRow]]) -> Iterator[tuple[T, Outcome]]:
-        """What becomes of each row, in their order, each with what came along with it.
+        """The outcome of each row, in their order, each with the value that came along with it.
 
-        Raises:
-            DataError: What ``rows`` raises, after the outcomes of all rows before; or a process died.
+        What ``rows`` raises comes after the outcomes of all rows before. Raises `DataError` if a process died.
         """
         if self._processes:
             yield from self._outcomes_ahead(rows)
@@ -140,10 +139,7 @@ class RowEncoder:
     def _start(self) -> ProcessPoolExecutor:
         # Not forked: this process has threads.
         return ProcessPoolExecutor(
-            self._processes,
-            mp_context=get_context("spawn"),
-            initializer=_begin,
-            initargs=(self._config, os.getpid()),
+            self._processes, mp_context=get_context("spawn"), initializer=_begin, initargs=(self._config, os.getpid())
         )
 
 
@@ -253,7 +249,7 @@ class Dataset(ABC, Generic[T]):
 
     @abstractmethod
     def _hashed(self, item: T) -> Any:
-        """What the digest depends on, as plain values."""
+        """The part of an item that the digest depends on, as plain values."""
 
 
 def all_too_long(path: str, lengths: Sequence[int], limit: int | None) -> DataError:
@@ -272,8 +268,7 @@ class PromptDataset(Dataset[TokenizedPrompt]):
         cls, path: str, config: RolloutConfig, encoder: PromptEncoder, *, encoding: RowEncoder | None = None
     ) -> PromptDataset:
         """Read a file without prompts over ``--rollout-max-prompt-len``; `DataError` if invalid, or none is left."""
-        rows = ((None, raw) for _, raw in PromptFile(path).rows())
-        outcomes = (encoding or RowEncoder(config, encoder)).outcomes(rows)
+        outcomes = (encoding or RowEncoder(config, encoder)).outcomes(PromptFile(path).rows())
         prompts = usable(path, (outcome for _, outcome in outcomes), config.data.on_bad_data)
         limit = config.data.rollout_max_prompt_len
         kept = [prompt for prompt in prompts if limit is None or len(prompt.tokens) <= limit]

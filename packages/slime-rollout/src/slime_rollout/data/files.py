@@ -110,8 +110,8 @@ class PromptFile:
         # For a directory: state.json with its fingerprint, and the first and last data.
         for part in dict.fromkeys([parts[0], parts[min(1, len(parts) - 1)], parts[-1]]):
             with part.open("rb") as stream:
-                room = max(part.stat().st_size - _SAMPLE_BYTES, 0)
-                for offset in dict.fromkeys(room * number // (_SAMPLES - 1) for number in range(_SAMPLES)):
+                last = max(part.stat().st_size - _SAMPLE_BYTES, 0)
+                for offset in dict.fromkeys(last * number // (_SAMPLES - 1) for number in range(_SAMPLES)):
                     stream.seek(offset)
                     hasher.update(stream.read(_SAMPLE_BYTES))
         return hasher.hexdigest()
@@ -241,13 +241,12 @@ def _reason(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def _needed(module: str, extra: str, file: Path) -> Any:
+def _parquet(file: Path) -> Any:
     try:
-        return importlib.import_module(module)
+        return importlib.import_module("pyarrow.parquet")
     except ImportError:
-        raise DataError(
-            f"{file} needs {module}, which is not installed; run: {install_hint('slime-rollout', extra)}"
-        ) from None
+        hint = install_hint("slime-rollout", "parquet")
+        raise DataError(f"{file} needs pyarrow.parquet, which is not installed; run: {hint}") from None
 
 
 def _size(file: Path) -> int:
@@ -273,8 +272,9 @@ def _json_lines(file: Path, mark: Mark) -> Iterator[tuple[int, int, bytes]]:
         if offset:
             stream.seek(offset)
         while line := stream.readline(min(_LONGEST, most) + 1):
-            if number == 0:
-                _check_utf8(file, line)
+            for begin, what in _OTHER_FORMATS.items() if number == 0 else ():
+                if line.startswith(begin):
+                    raise DataError(f"{file} is not JSON Lines but {what}")
             number, offset = number + 1, offset + len(line)
             _check_unpacked(file, offset, most)
             if len(line) > _LONGEST:
@@ -289,7 +289,7 @@ def _open(file: Path) -> IO[bytes]:
 
 
 def _most_bytes(file: Path) -> int:
-    """What is read of a file after it is unpacked."""
+    """Most bytes that a file may unpack to."""
     size = file.stat().st_size
     return max(_UNPACKED_BYTES, _UNPACKED_TIMES * size) if file.suffix.lower() in _COMPRESSED else max(size, _LONGEST)
 
@@ -302,19 +302,13 @@ def _check_unpacked(file: Path, offset: int, most: int) -> None:
         )
 
 
-def _check_utf8(file: Path, line: bytes) -> None:
-    for begin, what in _OTHER_FORMATS.items():
-        if line.startswith(begin):
-            raise DataError(f"{file} is not JSON Lines but {what}")
-
-
 class _Table:
     """A Parquet file, or a directory that ``datasets.save_to_disk`` wrote, of ``size`` rows."""
 
     def __init__(self, file: Path) -> None:
         if file.is_dir():
             _check_saved(file)
-        self._parquet = _needed("pyarrow.parquet", "parquet", file)
+        self._parquet = _parquet(file)
         self._file, self._saved = file, file.is_dir()
         self._how = "read as a directory of datasets.save_to_disk" if self._saved else "read as a Parquet file"
         with self._open() as opened:

@@ -17,57 +17,28 @@ from slime_rollout.data.messages import TURN_MASK_KEY, kind, read_messages, text
 Kind = Literal["prompts", "conversations", "pairs"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Form:
-    """Which fields of a row are what, in which the other project's page describes it.
-
-    Attributes:
-        question: Fields of what the model answers. The first must be there; text of the others stands under it.
-        answer: Field of a conversation's last part, which alone is trained on; prompts and pairs have none.
-        said: How rows of it are read.
-    """
+    """The meaning of a row's fields, as the other project's page describes it."""
 
     of: Kind
-    question: tuple[str, ...]
-    answer: str | None = None
-    said: str
+    question: tuple[str, ...]  # fields of what the model answers: one that must be there, and texts that stand under it
+    answer: str | None  # field of a conversation's last part, which alone is trained on; prompts and pairs have none
+    said: str  # how such rows are read
 
 
 _ALPACA = ("instruction", "input")
 _JOINED = "Alpaca's: the prompt is instruction, and input on a line of its own"
+_SAID = "Alpaca's: the user says instruction, and input on a line of its own; output is the assistant's"
 FORMS = (
-    Form(
-        of="conversations",
-        question=("prompt",),
-        answer="completion",
-        said="TRL's: prompt is given, completion is trained on",
-    ),
-    Form(
-        of="conversations",
-        question=_ALPACA,
-        answer="output",
-        said="Alpaca's: the user says instruction, and input on a line of its own; output is the assistant's",
-    ),
-    Form(
-        of="conversations",
-        question=("prompt",),
-        answer="response",
-        said="verl's: prompt is given, response is trained on",
-    ),
-    Form(
-        of="conversations",
-        question=("input",),
-        answer="output",
-        said="OpenRLHF's: input is given, output is trained on",
-    ),
-    Form(of="prompts", question=_ALPACA, said=_JOINED),
-    Form(of="pairs", question=_ALPACA, said=_JOINED),
-    Form(
-        of="pairs",
-        question=("conversations",),
-        said="ShareGPT's: conversations is the prompt of chosen and rejected",
-    ),
-    Form(of="pairs", question=("messages",), said="messages is the prompt of chosen and rejected"),
+    Form("conversations", ("prompt",), "completion", "TRL's: prompt is given, completion is trained on"),
+    Form("conversations", _ALPACA, "output", _SAID),
+    Form("conversations", ("prompt",), "response", "verl's: prompt is given, response is trained on"),
+    Form("conversations", ("input",), "output", "OpenRLHF's: input is given, output is trained on"),
+    Form("prompts", _ALPACA, None, _JOINED),
+    Form("pairs", _ALPACA, None, _JOINED),
+    Form("pairs", ("conversations",), None, "ShareGPT's: conversations is the prompt of chosen and rejected"),
+    Form("pairs", ("messages",), None, "messages is the prompt of chosen and rejected"),
 )
 """The forms that are recognised, in the order in which they are looked for."""
 
@@ -97,7 +68,7 @@ def form_of(values: Mapping[str, Any], of: Kind, question: str | None = None) ->
 
 
 def question_of(where: str, values: Mapping[str, Any], form: Form) -> Prompt:
-    """What the model answers in a row of a form: text, or messages where it has a history."""
+    """The question in a row of a form: text, or messages where it has a history."""
     first, *others = form.question
     question = text_or_messages(f"{where}: {first!r}", values[first])
     if not isinstance(question, str):
@@ -113,14 +84,13 @@ def question_of(where: str, values: Mapping[str, Any], form: Form) -> Prompt:
                 f"{where}: {HISTORY_KEY!r}, part {place} must be a list of a question and its answer, "
                 f"got {kind(exchange)}"
             )
-        messages += _exchange(*exchange)
+        asked, said = exchange
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
     return [*messages, {"role": "user", "content": question}]
 
 
-def used_by(form: Form | None) -> set[str | None]:
+def used_by(form: Form) -> set[str | None]:
     """Fields that a form reads."""
-    if form is None:
-        return set()
     return {*form.question, form.answer, HISTORY_KEY if form.question == _ALPACA else None} - {None}
 
 
@@ -133,21 +103,11 @@ def conversation(where: str, question: Prompt, answer: Any, answer_key: str) -> 
     return [*given, *read_messages(f"{where}: {answer_key!r}", [answer] if isinstance(answer, dict) else answer)]
 
 
-def with_system(values: Mapping[str, Any], messages: list[Message]) -> list[Message]:
-    """The messages behind the row's own text for the system, if there is one and no such message."""
-    key = system_key(values)
-    if key is None or messages[0]["role"] == "system":
-        return messages
-    return [{"role": "system", "content": values[key]}, *messages]
-
-
-def system_key(values: Mapping[str, Any]) -> str | None:
-    """The field with text for the system, if the row has one."""
+def system_key(values: Mapping[str, Any], messages: list[Message]) -> str | None:
+    """The field with text for the system, if the row has one and its messages have none."""
+    if messages[0]["role"] == "system":
+        return None
     return next((name for name in SYSTEM_KEYS if isinstance(values.get(name), str) and values[name]), None)
-
-
-def _exchange(question: str, answer: str) -> list[Message]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def _text(where: str, values: Mapping[str, Any], name: str) -> str | None:

@@ -6,7 +6,7 @@ import copy
 import enum
 from collections.abc import Iterable
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from slime_core.errors import DataError
 from slime_core.types import Group, Sample
@@ -20,18 +20,6 @@ class Fate(enum.StrEnum):
     TRAINED = "trained"
     FILTERED = "filtered"
     ABORTED = "aborted"
-
-
-class Account(NamedTuple):
-    """What became of the samples of a run so far.
-
-    Attributes:
-        counts: As :attr:`Ledger.counts` has them.
-        problem: What does not balance, or ``None``.
-    """
-
-    counts: dict[str, int]
-    problem: str | None
 
 
 class Ledger:
@@ -109,12 +97,12 @@ class Ledger:
                 self._buffered.discard(number)
 
     def out_groups(self) -> list[Group]:
-        """What is out, as it stands, in the order in which it was handed out."""
+        """The groups that are out, as they stand, in the order in which they were handed out."""
         samples = [sample for samples in self._out.values() for sample in samples]
         return [list(group) for _, group in groupby(samples, key=lambda sample: sample.group_index)]
 
     def problem(self, buffer: Iterable[Group] | None, in_flight: Iterable[Group] = ()) -> str | None:
-        """What does not balance, or ``None``.
+        """A message about samples that are lost or counted twice, or ``None``.
 
         All of ``buffer`` waits to be handed out again (``None``: that cannot be seen); ``in_flight`` is rightly out.
         """

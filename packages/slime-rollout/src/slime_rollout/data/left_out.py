@@ -1,4 +1,4 @@
-"""What a chat template does not write of a conversation, found by asking it.
+"""The parts of a conversation that a chat template does not write, found by asking it.
 
 Each text of the messages and tools gets a mark of its own, a character that occurs nowhere, and the conversation is
 rendered once: a mark that is missing from the text was in a part that the template leaves out.
@@ -45,13 +45,7 @@ class Lost:
 
 
 def parts_left_out(render: Render, messages: Sequence[Message], tools: Tools) -> list[Lost]:
-    """The parts of a conversation that ``render`` does not write; none if it refuses the messages.
-
-    Args:
-        render: The template.
-        messages: The conversation.
-        tools: Its tools.
-    """
+    """The parts of a conversation that ``render`` does not write; none if it refuses the messages."""
     try:
         clean = suited(list(messages), lambda some: render(some, tools))
         render(clean, tools)

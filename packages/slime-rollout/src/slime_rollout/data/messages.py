@@ -50,7 +50,7 @@ def text_or_messages(where: str, value: Any) -> Prompt:
 
 
 def kind(value: Any) -> str:
-    """What JSON calls a value, for messages."""
+    """JSON's word for a value, for messages."""
     if value in ("", []):
         return f"an empty {'list' if isinstance(value, list) else 'string'}"
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
@@ -114,7 +114,7 @@ def _is_call(value: Any) -> bool:
 
 
 def _parsed(text: str) -> Any:
-    """What a text is the JSON of; the text if it is none, or of something else than a list or an object."""
+    """The list or object that a text is the JSON of; otherwise the text."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""What is said of the data before a run: how rows of other projects are read, and what the chat template leaves out.
+"""Notes on the data before a run: how rows of other projects are read, and what the chat template leaves out.
 
 Rows are looked at in a few hundred places of each file, spread evenly, for two seconds at most.
 """
@@ -17,11 +17,14 @@ from typing import Any
 from slime_core.errors import ConfigError, DataError
 from slime_core.types import Message
 from slime_rollout.config import RolloutConfig
+from slime_rollout.data.chat import apply_template, as_messages, template_tokenizer
 from slime_rollout.data.files import PromptFile, RawRow
 from slime_rollout.data.forms import Kind
+from slime_rollout.data.left_out import EARLIER, WRITTEN, parts_left_out, rewrites_history
 from slime_rollout.data.messages import TURN_MASK_KEY
+from slime_rollout.data.offline import PreferenceFields, SftFields, last_turn, preference_row, sft_row
 from slime_rollout.data.rows import FIRST_ROWS, Row, check_row
-from slime_rollout.eval_sets import read_eval_sets
+from slime_rollout.eval_sets import data_files
 
 MOST_ROWS = 256
 """Rows of a file that are looked at."""
@@ -31,16 +34,15 @@ _ALLOW = "--allow-left-out"
 
 
 def data_notes(config: RolloutConfig, kind: Kind) -> list[str]:
-    """What there is to say of the files that a run of checked data will read, a line each.
+    """Notes on the files that a run of checked data will read, a line each.
 
-    Raises:
-        DataError: The chat template leaves out something that is to be trained on, without ``--allow-left-out``.
+    Raises `DataError` if the chat template leaves out something to be trained on, without ``--allow-left-out``.
     """
-    chat = _Template(config)
-    found = [line for path in config.data.prompt_paths for line in _file_notes(path, config, kind, chat)]
-    for held_out in read_eval_sets(config):
-        with held_out.named():
-            found += _file_notes(held_out.path, held_out.config, kind, chat)
+    tokenizer = functools.cache(lambda: _chat_tokenizer(config))  # loaded when it is first needed
+    found: list[str] = []
+    for path, own, named in data_files(config):
+        with named:
+            found += _file_notes(path, own, kind, tokenizer)
     return list(dict.fromkeys(found))
 
 
@@ -65,25 +67,16 @@ class _Counts:
     answered: int = 0
 
 
-class _Template:
-    """The model's chat template, whose tokenizer is loaded when it is first needed."""
-
-    def __init__(self, config: RolloutConfig) -> None:
-        self._data = config.data
-
-    @functools.cached_property
-    def tokenizer(self) -> Any:
-        """``None`` if there is none with a template, which a run says itself."""
-        from slime_rollout.data.chat import template_tokenizer
-
-        try:
-            found = template_tokenizer(self._data.hf_checkpoint, trust_remote_code=self._data.trust_remote_code)
-        except ConfigError:
-            return None
-        return found if found.chat_template else None
+def _chat_tokenizer(config: RolloutConfig) -> Any:
+    """The model's tokenizer; ``None`` if there is none with a chat template, which a run says itself."""
+    try:
+        found = template_tokenizer(config.data.hf_checkpoint, trust_remote_code=config.data.trust_remote_code)
+    except ConfigError:
+        return None
+    return found if found.chat_template else None
 
 
-def _file_notes(path: str, config: RolloutConfig, kind: Kind, chat: _Template) -> Iterator[str]:
+def _file_notes(path: str, config: RolloutConfig, kind: Kind, tokenizer: Callable[[], Any]) -> Iterator[str]:
     raws, total = _spread(path, streamed=kind == "prompts" and config.data.streaming_data)
     counts, until = _Counts(), float("inf")
     random.Random(0).shuffle(raws)  # what there is no time for is spread, too
@@ -98,15 +91,13 @@ def _file_notes(path: str, config: RolloutConfig, kind: Kind, chat: _Template) -
         counts.said[row.said] += 1
         counts.answered += kind == "prompts" and any(talk.messages[-1]["role"] == "assistant" for talk in talks)
         talks = [talk for talk in talks if row.tools or not _is_plain(talk.messages)]
-        if talks and chat.tokenizer is not None:
+        if talks and tokenizer() is not None:
             until = min(until, time.monotonic() + MOST_SECONDS)  # counted from when the tokenizer is there
-            _count(counts, row, talks, _renderer(chat.tokenizer, config, generate=kind == "prompts"))
+            _count(counts, row, talks, _renderer(tokenizer(), config, generate=kind == "prompts"))
     yield from _lines(path, counts, total, allowed=config.data.allow_left_out)
 
 
 def _count(counts: _Counts, row: Row, talks: Sequence[_Talk], render: Callable[..., str]) -> None:
-    from slime_rollout.data.left_out import EARLIER, WRITTEN, parts_left_out, rewrites_history
-
     lost = [(one, talk) for talk in talks for one in parts_left_out(render, talk.messages, row.tools)]
     parts = list(dict.fromkeys(one.part for one, _ in lost))
     written = [one.part for one, talk in lost if one.part in WRITTEN and one.message in talk.trained]
@@ -158,8 +149,6 @@ def _is_plain(messages: Sequence[Message]) -> bool:
 
 
 def _renderer(tokenizer: Any, config: RolloutConfig, *, generate: bool) -> Callable[..., str]:
-    from slime_rollout.data.chat import apply_template
-
     how = {"tokenize": False, "add_generation_prompt": generate, **config.data.chat_template_kwargs}
 
     def render(messages: list[Message], tools: Any) -> str:
@@ -170,23 +159,17 @@ def _renderer(tokenizer: Any, config: RolloutConfig, *, generate: bool) -> Calla
 
 
 def _of_prompt(raw: RawRow, config: RolloutConfig) -> tuple[Row, list[_Talk]]:
-    from slime_rollout.data.chat import as_messages
-
     row = check_row(raw, config)
     return row, [_Talk(messages=as_messages(row.prompt))] if config.data.apply_chat_template else []
 
 
 def _of_conversation(raw: RawRow, config: RolloutConfig) -> tuple[Row, list[_Talk]]:
-    from slime_rollout.data.offline import SftFields, last_turn, sft_row
-
     row = sft_row(raw, SftFields.of(config))
     first = last_turn(row.messages) if config.data.loss_mask_type == "distill_qwen" else 0
     return row, [_Talk(messages=row.messages, trained=_trained(row.messages, first))]
 
 
 def _of_pair(raw: RawRow, config: RolloutConfig) -> tuple[Row, list[_Talk]]:
-    from slime_rollout.data.offline import PreferenceFields, preference_row
-
     row = preference_row(raw, PreferenceFields.of(config))
     if isinstance(row.prompt, str):
         return row, []

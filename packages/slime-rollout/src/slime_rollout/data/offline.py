@@ -17,7 +17,7 @@ import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self, TypeVar
 
 from slime_core.errors import DataError
 from slime_core.types import Group, Message, Prompt, Sample
@@ -26,12 +26,13 @@ from slime_rollout.data.chat import as_messages, encode_text, text_tokens
 from slime_rollout.data.chat_mask import ChatEncoder, EncodedChat, shared_length
 from slime_rollout.data.dataset import Dataset
 from slime_rollout.data.files import RawRow
-from slime_rollout.data.forms import OWN, conversation, form_of, question_of, system_key, used_by, with_system
+from slime_rollout.data.forms import OWN, conversation, form_of, question_of, system_key, used_by
 from slime_rollout.data.messages import kind, read_messages, text_or_messages
 from slime_rollout.data.rows import Fields, Row, common_values, find_field, read_rows, row_values
 from slime_rollout.limits import ModelLimits
 
 logger = logging.getLogger(__name__)
+ItemT = TypeVar("ItemT")
 
 CHOSEN_REWARD, REJECTED_REWARD = 1.0, 0.0
 _PROMPT_KEYS = ("prompt", "question", "instruction", "input")
@@ -69,12 +70,24 @@ def read_sft(path: str, fields: SftFields | None = None, *, on_bad_data: str = "
     return read_rows(path, functools.partial(sft_row, fields=fields or SftFields()), on_bad_data)
 
 
-class SftDataset(Dataset[tuple[SftRow, EncodedChat]]):
-    """Conversations and the tokens that ``encoder`` made of them, for a `RolloutDataSource`."""
+class _EncodedRows(Dataset[ItemT]):
+    """Rows and the tokens that ``encoder`` made of them."""
 
-    def __init__(self, rows: Iterable[tuple[SftRow, EncodedChat]], encoder: ChatEncoder) -> None:
+    def __init__(self, rows: Iterable[ItemT], encoder: ChatEncoder | PreferenceEncoder) -> None:
         super().__init__(rows)
-        self._encoder = encoder
+        self._tokenizer = encoder.tokenizer
+
+    def _note_left_out(self, path: str, what: str, total: int, cut: int, why: str) -> Self:
+        """Say in a line, which is logged, too, what was left out or cut."""
+        if cut or len(self) < total:
+            notice = f"{path}: of {total} {what} left out {total - len(self)} {why} tokens, and cut {cut}"
+            logger.warning("%s", notice)
+            self.notices = (notice,)
+        return self
+
+
+class SftDataset(_EncodedRows[tuple[SftRow, EncodedChat]]):
+    """Conversations and their tokens, for a `RolloutDataSource`."""
 
     @classmethod
     def load(
@@ -88,26 +101,21 @@ class SftDataset(Dataset[tuple[SftRow, EncodedChat]]):
         last_turn_only: bool = False,
         limits: ModelLimits | None = None,
     ) -> SftDataset:
-        """Read, check and tokenize a file as :func:`read_sft` does; a row that the template refuses is bad, too.
+        """Read, check and tokenize a file as :func:`read_sft` does.
 
-        So is one with a token outside the vocabulary of ``limits``.
-
-        With ``last_turn_only`` only the assistant's last message is trained on.
-        Conversations longer than ``max_length`` tokens lose their end. Those without a trained token are left out.
-        Raises `DataError` if the file breaks its format, the template cannot be used, or no row is left.
+        A row is bad, too, if the template refuses it, or a token is outside the vocabulary of ``limits``. With
+        ``last_turn_only`` only the assistant's last message is trained on. Conversations longer than ``max_length``
+        tokens lose their end. Those without a trained token are left out. Raises `DataError` if the file breaks its
+        format, the template cannot be used, or no row is left.
         """
-
-        how: dict[str, Any] = {"fields": fields, "last_turn_only": last_turn_only, "max_length": max_length}
-        how["limits"] = limits
+        how: Any = {"fields": fields, "last_turn_only": last_turn_only, "max_length": max_length, "limits": limits}
         rows = read_rows(path, functools.partial(encode_conversation, encoder=encoder, **how), on_bad_data)
         kept = [(row, encoded) for row, encoded in rows if 1 in encoded.loss_mask]
         if not kept:
             raise DataError(f"{path}: none of the {len(rows)} conversations has a trained token within {max_length}")
         cut = sum(encoded.truncated for _, encoded in kept)
-        dataset = cls(kept, encoder)
         why = f"without a trained token within {max_length}"
-        dataset.notices = _left_out(path, len(rows), "conversations", len(kept), cut, why)
-        return dataset
+        return cls(kept, encoder)._note_left_out(path, "conversations", len(rows), cut, why)
 
     def group(self, place: int, *, group_index: int, first_index: int, size: int) -> Group:
         """Samples of one conversation: ``size`` of them, usually one.
@@ -118,7 +126,7 @@ class SftDataset(Dataset[tuple[SftRow, EncodedChat]]):
         row, encoded = self._items[place]
         return [
             encoded.sample(
-                self._encoder.tokenizer,
+                self._tokenizer,
                 reward=0.0,
                 index=first_index + offset,
                 group_index=group_index,
@@ -167,8 +175,9 @@ def sft_row(raw: RawRow, fields: SftFields) -> SftRow:
     """Check a row of a file of conversations; says where and why it cannot be used."""
     where, values = raw.where, row_values(raw)
     messages, used, said = _conversation(raw, values, fields)
-    if (key := system_key(values)) is not None and messages[0] != (first := with_system(values, messages))[0]:
-        messages, used, said = first, used | {key}, _also(said, key)
+    if (key := system_key(values, messages)) is not None:
+        messages = [{"role": "system", "content": values[key]}, *messages]
+        used, said = used | {key}, _also(said, key)
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
         raise DataError(f"{where}: no message is the assistant's, so there is nothing to train on; roles: {roles}")
@@ -195,15 +204,6 @@ def _conversation(raw: RawRow, values: dict[str, Any], fields: SftFields) -> tup
 
 def _also(said: str, key: str) -> str:
     return "; ".join([*filter(None, [said]), f"{key} is the system's message"])
-
-
-def _left_out(path: str, total: int, what: str, kept: int, cut: int, why: str) -> tuple[str, ...]:
-    """What was left out or cut, in a line that is logged, too."""
-    if not cut and kept == total:
-        return ()
-    notice = f"{path}: of {total} {what} left out {total - kept} {why} tokens, and cut {cut}"
-    logger.warning("%s", notice)
-    return (notice,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,14 +316,13 @@ class PreferenceEncoder:
         return EncodedChat(tokens=before + after, loss_mask=[0] * len(before) + [1] * len(after))
 
 
-class PreferenceDataset(Dataset[tuple[PreferenceRow, EncodedChat, EncodedChat]]):
-    """Pairs with the tokens that ``encoder`` made of them, for a `RolloutDataSource` with ``samples_per_prompt=2``."""
+class PreferenceDataset(_EncodedRows[tuple[PreferenceRow, EncodedChat, EncodedChat]]):
+    """Pairs with their tokens, for a `RolloutDataSource` with ``samples_per_prompt=2``."""
 
     def __init__(
         self, pairs: Iterable[tuple[PreferenceRow, EncodedChat, EncodedChat]], encoder: PreferenceEncoder
     ) -> None:
-        super().__init__(pairs)
-        self._encoder = encoder
+        super().__init__(pairs, encoder)
 
     @classmethod
     def load(
@@ -336,15 +335,13 @@ class PreferenceDataset(Dataset[tuple[PreferenceRow, EncodedChat, EncodedChat]])
         on_bad_data: str = "error",
         limits: ModelLimits | None = None,
     ) -> PreferenceDataset:
-        """Read, check and tokenize a file as :func:`read_preferences` does; a pair that the template refuses is bad.
+        """Read, check and tokenize a file as :func:`read_preferences` does.
 
-        So is one with a token outside the vocabulary of ``limits``.
-
-        A side longer than ``max_length`` tokens loses its end. Pairs are left out if then a side has no response, or
-        both sides are the same. Raises `DataError` if the file breaks its format, the template cannot be used, or no
-        pair is left.
+        A pair is bad, too, if the template refuses it, or a token is outside the vocabulary of ``limits``. A side
+        longer than ``max_length`` tokens loses its end. Pairs are left out if then a side has no response, or both
+        sides are the same. Raises `DataError` if the file breaks its format, the template cannot be used, or no pair
+        is left.
         """
-
         encode = functools.partial(encode_pair, encoder=encoder, fields=fields, max_length=max_length, limits=limits)
         pairs = read_rows(path, encode, on_bad_data)
         kept = [pair for pair in pairs if _differs(*pair[1:])]
@@ -352,9 +349,7 @@ class PreferenceDataset(Dataset[tuple[PreferenceRow, EncodedChat, EncodedChat]])
             raise DataError(f"{path}: none of the {len(pairs)} pairs differs within {max_length} tokens")
         cut = sum(chosen.truncated or rejected.truncated for _, chosen, rejected in kept)
         why = f"with an empty response, or two that do not differ, within {max_length}"
-        dataset = cls(kept, encoder)
-        dataset.notices = _left_out(path, len(pairs), "pairs", len(kept), cut, why)
-        return dataset
+        return cls(kept, encoder)._note_left_out(path, "pairs", len(pairs), cut, why)
 
     def group(self, place: int, *, group_index: int, first_index: int, size: int) -> Group:
         """The chosen (reward 1) and the rejected sample (reward 0) of one pair; ``size`` must be 2."""
@@ -363,7 +358,7 @@ class PreferenceDataset(Dataset[tuple[PreferenceRow, EncodedChat, EncodedChat]])
         row, *sides = self._items[place]
         return [
             side.sample(
-                self._encoder.tokenizer,
+                self._tokenizer,
                 index=first_index + offset,
                 group_index=group_index,
                 prompt=copy.deepcopy(row.prompt),
@@ -424,8 +419,8 @@ def preference_row(raw: RawRow, fields: PreferenceFields) -> PreferenceRow:
         prompt, said = shared, "the prompt is what chosen and rejected begin with"
         chosen, rejected = chosen[len(shared) :], rejected[len(shared) :]
     prompt, chosen, rejected = _split(where, prompt, chosen, rejected)
-    if (key := system_key(values)) is not None and prompt[0] != (first := with_system(values, as_messages(prompt)))[0]:
-        prompt, said = first, _also(said, key)
+    if (key := system_key(values, as_messages(prompt))) is not None:
+        prompt, said = [{"role": "system", "content": values[key]}, *as_messages(prompt)], _also(said, key)
         chosen, rejected = as_messages(chosen, "assistant"), as_messages(rejected, "assistant")
         used.add(key)
     return PreferenceRow(
@@ -439,7 +434,7 @@ def preference_row(raw: RawRow, fields: PreferenceFields) -> PreferenceRow:
 
 
 def _shared_words(chosen: str, rejected: str) -> str:
-    """What two texts begin with, up to the space or behind the line break before their first words that differ."""
+    """The common beginning of two texts, up to the space, or behind the line break, before words that differ."""
     shared = chosen[: shared_length(chosen[:-1], rejected[:-1])]
     return shared[: max(shared.rfind(" "), shared.rfind("\n") + 1, 0)]
 

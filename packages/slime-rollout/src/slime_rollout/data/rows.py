@@ -29,7 +29,7 @@ from slime_rollout.config import DataConfig, RolloutConfig
 from slime_rollout.data.files import PromptFile, RawRow
 from slime_rollout.data.forms import form_of, question_of, used_by
 from slime_rollout.data.messages import kind, text_or_messages
-from slime_rollout.eval_sets import read_eval_sets
+from slime_rollout.eval_sets import data_files
 from slime_rollout.rewards.choices import index_metadata
 from slime_rollout.rewards.rules import check_scoring
 
@@ -57,7 +57,7 @@ class Fields:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What any row has: its place for messages, tools for the chat template, and further values.
+    """The parts of every row: its place for messages, tools for the chat template, and further values.
 
     ``said`` is how a row that another project wrote is read; nothing for one of ours.
     """
@@ -106,23 +106,20 @@ def check_prompt_data(config: RolloutConfig) -> dict[str, int]:
     Returns usable rows per path as given: the training prompts, if they are not streamed, then the held-out sets.
     """
     counts = {}
-    for path in config.data.prompt_paths:
-        if config.data.streaming_data:
-            _check_stream(path, config)
-        else:
-            counts[path] = len(check_prompt_file(path, config))
-    for held_out in read_eval_sets(config):
-        with held_out.named():
-            counts[held_out.path] = len(check_prompt_file(held_out.path, held_out.config))
+    for path, own, named in data_files(config):
+        with named:
+            if own is config and config.data.streaming_data:
+                _check_stream(path, config)
+            else:
+                counts[path] = len(check_prompt_file(path, own))
     return counts
 
 
 def check_prompt_file(path: str, config: RolloutConfig) -> list[PromptRow]:
     """The rows of one prompt file as ``config`` will use it; with ``--on-bad-data skip`` the usable ones.
 
-    Raises:
-        DataError: The file breaks the format, a label is missing or unusable for the reward rule, or a prompt is
-            chat messages without ``--apply-chat-template``.
+    Raises `DataError` if the file breaks the format, a label is missing or unusable for the reward rule, or a prompt is
+    chat messages without ``--apply-chat-template``.
     """
     return read_rows(path, functools.partial(check_row, config=config), config.data.on_bad_data)
 
@@ -144,7 +141,7 @@ def _check_stream(path: str, config: RolloutConfig) -> None:
 
 
 def read_rows(path: str, make: Callable[[RawRow], T], on_bad_data: str) -> list[T]:
-    """What ``make`` makes of each row of a file or slice, as :func:`usable`; its `DataError` means a bad row."""
+    """The values of ``make`` for the :func:`usable` rows of a file or slice; its `DataError` means a bad row."""
 
     def attempt(raw: RawRow) -> T | DataError:
         try:
@@ -201,11 +198,8 @@ def row_values(raw: RawRow) -> dict[str, Any]:
     return values
 
 
-class _Absent:
-    """What a row has in place of a field that it has not."""
-
-
-ABSENT = _Absent()
+ABSENT = object()
+"""The value of a field that a row does not have."""
 
 
 def value_at(values: dict[str, Any], name: str) -> Any:
@@ -243,7 +237,6 @@ def find_field(
 
 
 def _nested_hint(values: dict[str, Any], names: Iterable[str]) -> str:
-    """That a field of one of these names is inside an object."""
     found = next((path for name in names for path in _paths(values) if path.endswith(f".{name}")), None)
     return "" if found is None else f"; there is {found}"
 
@@ -290,7 +283,7 @@ def _label_value(raw: RawRow, values: dict[str, Any], given: str | None) -> Any:
 
 
 def _label_hint(raw: RawRow, values: dict[str, Any], label_key: str) -> str:
-    """What a row without a label has in its place."""
+    """A hint at what a row without a label has in its place."""
     if is_null(raw, values, label_key):
         return f"; its {label_key!r} is null"
     names = list(_paths(values))

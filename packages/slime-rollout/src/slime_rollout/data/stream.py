@@ -197,8 +197,7 @@ class StreamFeed:
 class StreamingPrompts:
     """The prompts of ``--prompt-data``, read as they are needed, in place of a `PromptDataset`.
 
-    Raises:
-        DataError: A file is missing or not of its format, or a slice cannot be streamed. The rows are not looked at.
+    Raises `DataError` if a file is missing or not of its format, or a slice cannot be streamed. Rows are not looked at.
     """
 
     def __init__(self, config: RolloutConfig, encoder: PromptEncoder, *, encoding: RowEncoder | None = None) -> None:

@@ -6,12 +6,13 @@ import contextlib
 import random
 import socket
 import urllib.parse
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from slime_core.errors import ConfigError
-from slime_rollout.engine import PortInUseError, WeightSyncError
+from slime_core.former_names import renamed
+from slime_rollout.engine import PortInUseError
 
 LOOPBACK = "127.0.0.1"
 _LOWEST_PORT, _USUAL_EPHEMERAL = 15000, 32768
@@ -21,19 +22,16 @@ _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def router_args(router_url: str, model_urls: Mapping[str, str]) -> dict[str, Any]:
-    """What hooks find in ``args``: the router of the trained model, and those of all models by name."""
+    """Addresses for hooks, in ``args``: the router of the trained model, and those of all models by name."""
     host, port = _host_and_port(router_url)
     routers = {name: _host_and_port(url) for name, url in model_urls.items()}
     return {"sglang_router_ip": host, "sglang_router_port": port, "sglang_model_routers": routers}
 
 
 def get_model_url(args: Any, name: str | None = None, endpoint: str = "/generate") -> str:
-    """The address of a model's router, with ``endpoint`` appended.
+    """The address of a model's router, with ``endpoint`` appended; a `ConfigError` for an unknown model.
 
     ``name`` is the model's in ``--sglang-config``, or ``default`` without that file; the trained one unless given.
-
-    Raises:
-        ConfigError: The model does not exist.
     """
     if name is None:
         return address(args.sglang_router_ip, args.sglang_router_port) + endpoint
@@ -99,16 +97,6 @@ def is_this_machine(url: str) -> bool:
     return False
 
 
-def require_this_machine(urls: Iterable[str]) -> None:
-    """Raise `WeightSyncError` if an engine runs elsewhere, and does not see this machine's shared memory and files."""
-    if far := [url for url in urls if not is_this_machine(url)]:
-        raise WeightSyncError(
-            f"weights were to go through this machine's shared memory, or a checkpoint on it, and {', '.join(far)} run "
-            "elsewhere; run them here, or give --update-weight-transport nccl, gloo, or disk, deltas there with "
-            "--update-weight-receivers"
-        )
-
-
 def _can_bind(family: int, where: tuple[object, ...]) -> bool:
     """Only this machine's own addresses can be bound; a datagram socket disturbs nobody."""
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -131,12 +119,9 @@ class Ports:
 
 
 def free_port(host: str = LOOPBACK, *, without: Collection[int] = ()) -> int:
-    """A free port, below those that the kernel gives to outgoing connections where it leaves room for that.
+    """A free port, or a `PortInUseError`; below those of outgoing connections where the kernel leaves room for that.
 
     Outgoing connections come and go by the hundred, and one may take a port before the server listens.
-
-    Raises:
-        PortInUseError: None was found.
     """
     below = _upper_end()
     for _ in range(_ATTEMPTS):
@@ -200,3 +185,6 @@ def receivers_beside(engine_urls: Sequence[str], receivers: Sequence[str]) -> tu
             )
         beside += found
     return tuple(beside)
+
+
+__getattr__ = renamed(__name__, {"require_this_machine": "slime_rollout.engine.channels.require_this_machine"})

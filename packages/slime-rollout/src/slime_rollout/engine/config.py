@@ -1,125 +1,31 @@
-"""Settings of the engines, the router and the weight sync, checked when they are built. No torch here."""
+"""Settings of the engines and the router, checked when they are built. No torch here."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 import secrets
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Self
 
 from slime_core.errors import ConfigError
-from slime_core.flags import Config, flag
-from slime_core.needs import GENERATES, TRAINERS, given, unless
+from slime_core.flags import flag
+from slime_core.former_names import renamed
+from slime_core.needs import GENERATES, given, unless
 from slime_rollout.engine.addresses import full_address
 from slime_rollout.engine.python import find_python
+from slime_rollout.engine.transports import WeightSyncConfig, setting
 
-MODES = ("full", "delta")
-TRANSPORTS = ("auto", "tensor", "nccl", "gloo", "disk")
-PAUSE_MODES = ("retract", "in_place")
-REQUEST_TIMEOUT_SECONDS = 300.0
 SESSION_POLICIES = ("manual", "consistent_hashing")
 """Policies that send all requests with the same ``X-SMG-Routing-Key`` header to one engine."""
 ROUTER_POLICIES = ("cache_aware", "round_robin", "random", "power_of_two", *SESSION_POLICIES)
 API_KEY = "api-key"
 """SGLang's flag for the key that requests must carry."""
+_OWN_ROUTER = (GENERATES, unless("sglang_router_url"))
+_OWN_ENGINES = (GENERATES, unless("rollout_external_engine_addrs"))
+_WATCHED = given("use_fault_tolerance")
 SglangValue = str | bool | tuple[str, ...]
 RouterValue = str | int | float
-SYNC = (GENERATES, TRAINERS)
-# A flag that may differ when a run is continued.
-setting = functools.partial(flag, may_change=True)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WeightSyncConfig(Config, needs=SYNC):
-    """How the trainer's weights reach the engines; base of :class:`EngineConfig`."""
-
-    update_weight_mode: str = setting(
-        "full", choices=MODES, help="send whole tensors, or only the bytes that changed (needs the transport disk)"
-    )
-    update_weight_transport: str = setting(
-        "auto",
-        choices=TRANSPORTS,
-        help="shared memory or CUDA IPC on one machine (tensor), a broadcast with NCCL or gloo, or files (disk); auto "
-        "takes the fastest that is possible, of which `plan` shows the seconds",
-    )
-    update_weight_disk_dir: str | None = setting(
-        None,
-        help="directory that trainer and engines both see; needed by the transport disk",
-        metavar="DIR",
-        needs=(*SYNC, given("update_weight_transport", "auto", "disk")),
-    )
-    update_weight_disk_keep_files: bool = setting(
-        False,
-        help="keep the files of all weight versions",
-        needs=(*SYNC, given("update_weight_transport", "auto", "disk"), given("update_weight_disk_dir")),
-    )
-    update_weight_local_checkpoint_dir: str | None = setting(
-        None,
-        help="directory on the engines' machine, for the checkpoint that deltas are applied to; needed by delta",
-        metavar="DIR",
-        needs=given("update_weight_mode", "delta"),
-    )
-    update_weight_receivers: tuple[str, ...] = setting(
-        (),
-        help="instead of that, for engines on other machines: each machine's `slime-rollout receive-weights --listen`",
-        metavar="HOST:PORT",
-        needs=given("update_weight_mode", "delta"),
-    )
-    update_weight_pause_mode: str = setting(
-        "retract",
-        choices=PAUSE_MODES,
-        help="requests in flight: recompute the KV cache of the tokens so far, or go on with the old one",
-    )
-    update_weight_timeout: float = setting(
-        REQUEST_TIMEOUT_SECONDS,
-        help="longest time of one request of a weight update, such as to load all weights from files",
-        unit="seconds",
-        above=0,
-    )
-    check_weight_update_equal: bool = setting(
-        False,
-        help="after every update, compare SGLang's checksums of what the engines hold with what was sent (not where it "
-        "is quantized) and with each other",
-    )
-
-    weight_canary_limit: float | None = setting(
-        None,
-        help="after every update engines and trainer compute log-probs of a few fixed tokens: largest distance, "
-        "beyond which the run ends and names the wrong weight; 0 computes none; by default 0.0001 in fp32, 0.4 in "
-        "bf16, 1 beside quantized weights",
-        unit="nats",
-        least=0,
-    )
-
-    @property
-    def update_request_timeout(self) -> float:
-        """Longest time in seconds that an engine may take to answer a request of an update, loading files apart."""
-        return self.update_weight_timeout
-
-    def contradictions(self) -> Iterator[str]:
-        """What a mode or a transport needs."""
-        disk, delta = self.update_weight_transport == "disk", self.update_weight_mode == "delta"
-        if delta and not disk:
-            yield (
-                "--update-weight-mode delta goes through files; give --update-weight-transport disk "
-                f"(got {self.update_weight_transport})"
-            )
-        if disk and self.update_weight_disk_dir is None:
-            yield "--update-weight-transport disk needs --update-weight-disk-dir DIR"
-        local, receivers = self.update_weight_local_checkpoint_dir, self.update_weight_receivers
-        if delta and (local is None) == (not receivers):
-            yield (
-                "--update-weight-mode delta needs --update-weight-local-checkpoint-dir DIR for engines on this machine "
-                "or --update-weight-receivers HOST:PORT for those on others; give one of them"
-            )
-        if delta and local and Path(local).resolve() == Path(self.update_weight_disk_dir or ".").resolve():
-            yield (
-                "--update-weight-local-checkpoint-dir must be another directory than --update-weight-disk-dir "
-                f"{self.update_weight_disk_dir}: engines' copies and what is sent have the same names"
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,28 +45,18 @@ class EngineConfig(WeightSyncConfig, needs=GENERATES):
         None,
         help="Python interpreter that SGLang runs in, path or command; if unset the first that has SGLang: the running "
         "one, .venv-engine next to its environment, python3 in PATH",
-        needs=(GENERATES, unless("rollout_external_engine_addrs")),
+        needs=_OWN_ENGINES,
         harmless=True,
     )
     rollout_num_gpus_per_engine: int = setting(
         1, help="GPUs of one engine: its tensor parallel size", unit="GPUs", least=1
     )
-    sglang_router_ip: str = flag(
-        "127.0.0.1", help="address that the router listens on", needs=(GENERATES, unless("sglang_router_url"))
-    )
+    sglang_router_ip: str = flag("127.0.0.1", help="address that the router listens on", needs=_OWN_ROUTER)
     sglang_router_port: int | None = flag(
-        None,
-        help="port that the router listens on; a free one if unset",
-        least=1,
-        most=65535,
-        needs=(GENERATES, unless("sglang_router_url")),
+        None, help="port that the router listens on; a free one if unset", least=1, most=65535, needs=_OWN_ROUTER
     )
     sglang_router_request_timeout_secs: int = flag(
-        14400,
-        help="longest time that the router waits for one request",
-        unit="seconds",
-        least=1,
-        needs=(GENERATES, unless("sglang_router_url")),
+        14400, help="longest time that the router waits for one request", unit="seconds", least=1, needs=_OWN_ROUTER
     )
     sglang_router_url: str | None = flag(
         None,
@@ -171,7 +67,7 @@ class EngineConfig(WeightSyncConfig, needs=GENERATES):
         "cache_aware",
         choices=ROUTER_POLICIES,
         help="how the router spreads requests; manual and consistent_hashing keep a session at one engine",
-        needs=(GENERATES, unless("sglang_router_url")),
+        needs=_OWN_ROUTER,
     )
     engine_startup_timeout: float = setting(
         300.0, help="longest time that an engine may take to start", unit="seconds", above=0
@@ -181,19 +77,19 @@ class EngineConfig(WeightSyncConfig, needs=GENERATES):
         help="CPU threads per engine without CUDA; if unset 2, or its share of the cores with the launcher",
         unit="threads",
         least=1,
-        needs=(GENERATES, unless("rollout_external_engine_addrs")),
+        needs=_OWN_ENGINES,
     )
     use_fault_tolerance: bool = setting(
         False,
         help="replace engines and the router when they die or hang, instead of ending the run",
-        needs=(GENERATES, unless("rollout_external_engine_addrs")),
+        needs=_OWN_ENGINES,
     )
     rollout_health_check_interval: float = setting(
         30.0,
         help="time between two health checks of an engine, with --use-fault-tolerance",
         unit="seconds",
         least=0,
-        needs=given("use_fault_tolerance"),
+        needs=_WATCHED,
     )
     rollout_health_check_timeout: float = setting(
         30.0,
@@ -201,20 +97,13 @@ class EngineConfig(WeightSyncConfig, needs=GENERATES):
         unit="seconds",
         least=2,
         advice="SGLang takes at least one to answer",
-        needs=given("use_fault_tolerance"),
+        needs=_WATCHED,
     )
     rollout_health_check_first_wait: float = setting(
-        0.0,
-        help="time before the first health check of a new engine",
-        unit="seconds",
-        least=0,
-        needs=given("use_fault_tolerance"),
+        0.0, help="time before the first health check of a new engine", unit="seconds", least=0, needs=_WATCHED
     )
     rollout_max_restarts: int = setting(
-        5,
-        help="how often each engine, and the router, may be replaced before the run fails",
-        least=0,
-        needs=given("use_fault_tolerance"),
+        5, help="how often each engine, and the router, may be replaced before the run fails", least=0, needs=_WATCHED
     )
     rollout_external_engine_addrs: tuple[str, ...] = setting(
         (), help="external SGLang engines, to use instead of starting some", metavar="HOST:PORT"
@@ -223,15 +112,15 @@ class EngineConfig(WeightSyncConfig, needs=GENERATES):
         None,
         help="YAML file of several models and server groups; see slime-rollout's docs/engines.md",
         metavar="FILE",
-        needs=(GENERATES, unless("rollout_external_engine_addrs")),
+        needs=_OWN_ENGINES,
     )
     prefill_num_servers: int | None = setting(
         None,
         help="engines that only read prompts; the others generate (short for a --sglang-config)",
         least=1,
-        needs=(GENERATES, unless("rollout_external_engine_addrs")),
+        needs=_OWN_ENGINES,
     )
-    sglang_args: Mapping[str, SglangValue] = dataclasses.field(default_factory=dict)
+    sglang_args: Mapping[str, SglangValue] = dataclasses.field(default_factory=dict, repr=False)  # a key is among them
     sglang_off: tuple[str, ...] = ()
     router_args: Mapping[str, RouterValue | tuple[RouterValue, ...]] = dataclasses.field(default_factory=dict)
     own_key: str | None = dataclasses.field(default=None, repr=False)
@@ -309,3 +198,11 @@ def _check_pass_through(name: str, value: SglangValue) -> None:
         raise ConfigError(f"sglang_args: {name!r} is not a flag's name; write it as in --sglang-NAME, with dashes")
     if value is False or not isinstance(value, str | bool | tuple):
         raise ConfigError(f"--sglang-{name}: got {value!r}; give a string, several in a tuple, or True for a switch")
+
+
+_MOVED = ("MODES", "PAUSE_MODES", "REQUEST_TIMEOUT_SECONDS", "SYNC")
+__getattr__ = renamed(
+    __name__,
+    {name: f"slime_rollout.engine.transports.{name}" for name in _MOVED}
+    | {"TRANSPORTS": "slime_rollout.engine.transports.CHOICES"},
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -41,7 +42,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExternalEngine:
-    """What an engine reports about itself."""
+    """An engine, as it reports itself."""
 
     url: str
     model_path: str  # as its machine names it
@@ -100,7 +101,6 @@ class _Model(msgspec.Struct):
 
 
 def _page(url: str, path: str, kind: type[T], key: str | None) -> T:
-    """A page of an engine; see :meth:`ExternalEngine.probe`."""
     try:
         return msgspec.convert(call("GET", url + path, key=key, timeout=PROBE_TIMEOUT_SECONDS), kind)
     except HttpError as error:
@@ -211,8 +211,7 @@ class ExternalFleet(Fleet):
     ) -> ExternalFleet:
         """Find the engines of ``rollout_external_engine_addrs``; return when a router sends them requests.
 
-        Engines that a killed run left paused during a weight update generate again. ``wanted`` and ``weights_follow``
-        are as of :func:`mismatches`, but the tensor parallel size is the config's.
+        ``wanted`` and ``weights_follow`` are as of :func:`mismatches`, but the tensor parallel size is the config's.
 
         Raises:
             EngineStartError: An engine or the router does not answer within ``engine_startup_timeout``.
@@ -232,7 +231,6 @@ class ExternalFleet(Fleet):
         log_dir.mkdir(parents=True, exist_ok=True)
         ports = Ports(config.sglang_router_port, *(int(url.rsplit(":", 1)[1]) for url in urls))
         router = RouterSlot(config, ports, log_path=log_dir / "router.log", engine_urls=urls)
-        fleet = cls(engines, router, config.key)
         try:
             router.start()
             left = timeout - (time.monotonic() - started)
@@ -241,13 +239,7 @@ class ExternalFleet(Fleet):
         except BaseException:
             router.stop()
             raise
-        fleet.startup_seconds = time.monotonic() - started
-        return fleet
-
-    @property
-    def router_url(self) -> str:
-        """As of `Fleet`."""
-        return self._router.url
+        return cls(engines, router, config.key)
 
     @property
     def engine_urls(self) -> list[str]:
@@ -255,10 +247,7 @@ class ExternalFleet(Fleet):
         return [engine.url for engine in self.engines]
 
     def check(self) -> None:
-        """Raise `EngineDiedError` if the router has ended, or does not use an engine that does not answer either.
-
-        Engines are asked every five seconds at most.
-        """
+        """Raise `EngineDiedError` if the router has ended, or does not use an engine that does not answer either."""
         self._router.process.check()
         now = time.monotonic()
         if now < self._next_check:
@@ -290,10 +279,7 @@ class ExternalFleet(Fleet):
 def wait_for_answers(
     urls: Sequence[str], timeout: float, on_progress: Progress | None = None, *, key: str | None = None
 ) -> None:
-    """Return when all engines answer; `EngineStartError` if one does not within ``timeout`` seconds.
-
-    Those that a killed run left paused for new weights generate again.
-    """
+    """Return when all engines answer; `EngineStartError` if one does not within ``timeout`` seconds."""
     started = time.monotonic()
     waiting, warned = list(urls), False
 
@@ -322,14 +308,12 @@ def wait_for_answers(
 
 def release(url: str, key: str | None = None) -> None:
     """Resume an engine that an interrupted weight update has paused."""
+    post = functools.partial(call, "POST", key=key, timeout=RELEASE_TIMEOUT_SECONDS)
     with contextlib.suppress(HttpError):
-        call(
-            "POST", f"{url}/end_weight_update", {}, key=key, timeout=RELEASE_TIMEOUT_SECONDS
-        )  # refused where none is open
-        version = {"new_version": INCOMPLETE, "abort_all_requests": False}
-        call("POST", f"{url}/update_weight_version", version, key=key, timeout=RELEASE_TIMEOUT_SECONDS)
+        post(f"{url}/end_weight_update", {})  # refused where none is open
+        post(f"{url}/update_weight_version", {"new_version": INCOMPLETE, "abort_all_requests": False})
     with contextlib.suppress(HttpError):
-        call("POST", f"{url}/continue_generation", {}, key=key, timeout=RELEASE_TIMEOUT_SECONDS)
+        post(f"{url}/continue_generation", {})
 
 
 def _on_all(urls: Sequence[str], action: Callable[[str], T]) -> list[T]:

@@ -13,14 +13,7 @@ from slime_rollout.engine import EngineError
 from slime_rollout.engine.addresses import Ports
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.health import FleetMonitor
-from slime_rollout.engine.server import (
-    GRACE_SECONDS,
-    POLL_SECONDS,
-    EngineLauncher,
-    EngineSpec,
-    equal_specs,
-    wait_for,
-)
+from slime_rollout.engine.server import GRACE_SECONDS, POLL_SECONDS, EngineLauncher, EngineSpec, equal_specs, wait_for
 from slime_rollout.engine.slots import EngineSlot, EventLog, RouterSlot
 
 # A server that has died is gone once its supervisor has ended what it left behind.
@@ -36,17 +29,18 @@ class Fleet(abc.ABC):
     Whoever sends weights says so before and after: :meth:`begin_update`, then :meth:`confirm_update` or
     :meth:`fail_update`. Only engines with the weights of the last confirmed update get requests.
 
-    ``tp_size`` is that of the trained model; ``startup_seconds`` passed until the first request could be sent.
+    ``tp_size`` is that of the trained model.
     """
 
     tp_size: int
-    startup_seconds = 0.0
+    _router: RouterSlot
     _updating = False  # whether engines may be paused for new weights
+    _monitor: FleetMonitor | None = None  # replaces what fails, with fault tolerance
 
     @property
-    @abc.abstractmethod
     def router_url(self) -> str:
         """Where requests to the trained model go. It stays the same."""
+        return self._router.url
 
     @property
     @abc.abstractmethod
@@ -60,37 +54,34 @@ class Fleet(abc.ABC):
 
     @abc.abstractmethod
     def check(self) -> None:
-        """Raise if something has failed for good.
-
-        Raises:
-            EngineDiedError: An engine or the router has; with the end of its log.
-            SlimeError: A repair itself failed.
-        """
+        """Raise if something has failed for good: `EngineDiedError` with the end of a log, or a repair's own error."""
 
     def not_serving(self) -> list[str]:
         """Names of what is being replaced; empty without fault tolerance."""
-        return []
+        return [] if self._monitor is None else self._monitor.not_serving()
 
     def engines_behind(self) -> list[str]:
         """Addresses of engines that miss the weights of the last confirmed update; empty without fault tolerance."""
-        return []
+        return [] if self._monitor is None else self._monitor.behind()
 
     def serves(self) -> bool:
         """Whether an engine gets requests; always without fault tolerance."""
-        return True
+        return self._monitor is None or self._monitor.serves()
 
-    def begin_sleep(self) -> None:  # noqa: B027 - nothing is started here without fault tolerance
-        """The engines are about to give their memory back: wait for those that start, and start none until the end."""
+    def begin_sleep(self) -> None:
+        """Engines are about to give their memory back: wait for those that start; none is started until the end."""
+        if self._monitor is not None:
+            self._monitor.begin_sleep()
 
-    def end_sleep(self, *, awake: bool) -> None:  # noqa: B027
+    def end_sleep(self, *, awake: bool) -> None:
         """There is memory for engines again; where they are ``awake``, they have all of theirs."""
+        if self._monitor is not None:
+            self._monitor.end_sleep(awake=awake)
 
     def replace(self, urls: Collection[str]) -> None:
-        """Replace engines that gave no answer when they were asked for their memory. Raises as :meth:`check`.
-
-        Raises:
-            EngineError: Nobody replaces engines.
-        """
+        """Replace engines that did not hand their memory over; an `EngineError` if nobody replaces engines."""
+        if self._monitor is not None:
+            return self._monitor.replace(urls)
         deadline = time.monotonic() + DEATH_SECONDS
         while time.monotonic() < deadline:
             self.check()
@@ -98,12 +89,13 @@ class Fleet(abc.ABC):
         raise EngineError(f"engines do not hand their memory over: {', '.join(urls)}")
 
     def begin_update(self, *, only_behind: bool = False) -> list[str]:
-        """Where to send weights now. With fault tolerance, waits until an engine is up. Raises as :meth:`check`.
+        """Where to send weights now: to all engines, or ``only_behind`` to those that lack the last confirmed ones.
 
-        Args:
-            only_behind: Only to the engines that are behind; the weights are those of the last confirmed update.
+        With fault tolerance, waits until an engine is up. Raises as :meth:`check`.
         """
         self.check()
+        if self._monitor is not None:
+            return self._monitor.begin_update(only_behind=only_behind)
         urls = [] if only_behind else self.engine_urls
         self._updating = bool(urls)
         return urls
@@ -111,18 +103,18 @@ class Fleet(abc.ABC):
     def confirm_update(self, version: int) -> None:
         """Every engine of :meth:`begin_update` has confirmed ``version``, which is the current one now."""
         self._updating = False
+        if self._monitor is not None:
+            self._monitor.confirm_update(version)
 
     def fail_update(self, silent: Collection[str] = ()) -> bool:
         """The update failed; its engines get no more requests before another one. Raises as :meth:`check`.
 
-        The engines whose addresses are in ``silent`` did not answer a request of the update; they are replaced.
-
-        Returns whether an engine died or hangs, which is now being replaced: then a retry may succeed. Finding out
-        takes as long as a health check may take. ``False`` without fault tolerance.
+        Returns whether an engine died, hangs, or is one of the ``silent`` addresses, and is now being replaced: then a
+        retry may succeed. Finding out takes as long as a health check may take. ``False`` without fault tolerance.
         """
         self._updating = False
         self.check()
-        return False
+        return self._monitor is not None and self._monitor.fail_update(silent)
 
     @abc.abstractmethod
     def stop(self) -> None:
@@ -203,7 +195,6 @@ class EngineFleet(Fleet):
 
         With fault tolerance, engines of ``spare`` are started later, each once the ``launcher`` has room for it.
         """
-        started = time.monotonic()
         ports = Ports(config.sglang_router_port)
         launcher = launcher or EngineLauncher(config, ports)
         launcher.check(specs)
@@ -221,7 +212,6 @@ class EngineFleet(Fleet):
         except BaseException:
             fleet.stop()
             raise
-        fleet.startup_seconds = time.monotonic() - started
         return fleet
 
     def _start_all(self, timeout: float, on_progress: Progress | None) -> None:
@@ -233,8 +223,7 @@ class EngineFleet(Fleet):
         for slot in engines:
             slot.process.freeze_gc()
         self._router.process.add_workers(
-            [slot.url for slot in engines],
-            roles={slot.url: slot.process.spec.router_role for slot in engines},
+            [slot.url for slot in engines], roles={slot.url: slot.process.spec.router_role for slot in engines}
         )
         if self._monitor is not None:
             self._monitor.start()
@@ -258,11 +247,6 @@ class EngineFleet(Fleet):
         wait_for(all_ready, timeout, lambda: f"{waiting[0].url} {hint} {waiting[0].process.log_excerpt()}")
 
     @property
-    def router_url(self) -> str:
-        """As of :class:`Fleet`."""
-        return self._router.url
-
-    @property
     def engine_urls(self) -> list[str]:
         """As of :class:`Fleet`."""
         return [slot.url for slot in self._engines if self._monitor is None or slot.now.up]
@@ -278,50 +262,6 @@ class EngineFleet(Fleet):
         for slot in self._everything:
             if self._monitor is None or (slot is self._router and self._router.is_external):
                 slot.process.check()
-
-    def not_serving(self) -> list[str]:
-        """As of :class:`Fleet`."""
-        return self._monitor.not_serving() if self._monitor is not None else []
-
-    def engines_behind(self) -> list[str]:
-        """As of :class:`Fleet`."""
-        return self._monitor.behind() if self._monitor is not None else []
-
-    def serves(self) -> bool:
-        """As of :class:`Fleet`."""
-        return self._monitor is None or any(slot.now.in_router for slot in self._engines)
-
-    def begin_sleep(self) -> None:
-        """As of :class:`Fleet`. Raises as :meth:`check`."""
-        if self._monitor is not None:
-            self._monitor.begin_sleep()
-
-    def end_sleep(self, *, awake: bool) -> None:
-        """As of :class:`Fleet`."""
-        if self._monitor is not None:
-            self._monitor.end_sleep(awake=awake)
-
-    def replace(self, urls: Collection[str]) -> None:
-        """As of :class:`Fleet`."""
-        if self._monitor is None:
-            super().replace(urls)
-        else:
-            self._monitor.replace(urls)
-
-    def begin_update(self, *, only_behind: bool = False) -> list[str]:
-        """As of :class:`Fleet`."""
-        urls = super().begin_update(only_behind=only_behind)
-        return urls if self._monitor is None else self._monitor.begin_update(only_behind=only_behind)
-
-    def confirm_update(self, version: int) -> None:
-        """As of :class:`Fleet`."""
-        super().confirm_update(version)
-        if self._monitor is not None:
-            self._monitor.confirm_update(version)
-
-    def fail_update(self, silent: Collection[str] = ()) -> bool:
-        """As of :class:`Fleet`."""
-        return super().fail_update(silent) or (self._monitor is not None and self._monitor.fail_update(silent))
 
     def stop(self) -> None:
         """End all processes; returns when they are gone."""

@@ -87,11 +87,7 @@ class Registry:
                 logger.warning("the router may still send requests to %s: %s", url, error)
 
     def register(self, wanted: Wanted) -> None:
-        """Remove all other engines from the router, offer it those that it does not know, and note who gets requests.
-
-        Raises:
-            EngineError: The router has refused that for :data:`REFUSED_SECONDS`.
-        """
+        """Have the router list ``wanted`` alone; an `EngineError` if it has refused that for REFUSED_SECONDS."""
         router = self._router.process
         try:
             known = router.workers()
@@ -200,6 +196,10 @@ class FleetMonitor:
         ]
         return lost if self._router.now.up else [*lost, self._router.name]
 
+    def serves(self) -> bool:
+        """As :meth:`Fleet.serves`."""
+        return any(slot.now.in_router for slot in self._engines)
+
     def begin_update(self, *, only_behind: bool) -> list[str]:
         """As :meth:`Fleet.begin_update`; until the update ends, no engine enters the router."""
         self.check()
@@ -298,7 +298,7 @@ class FleetMonitor:
             self._register()
 
     def _problem(self, slot: Slot[Any]) -> str | None:
-        """What is wrong with a process; ``None`` if nothing, or if it is not known yet.
+        """The problem with a process; ``None`` if there is none, or if it is not known yet.
 
         A probe that was pending when an update began is replaced by one of another path: paused engines do not answer
         the first.

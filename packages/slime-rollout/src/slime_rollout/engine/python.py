@@ -23,11 +23,7 @@ _SHOWN_CHARACTERS = 500
 
 
 def find_python(given: str | None) -> str:
-    """The interpreter that SGLang runs in: the given one, or the first that has SGLang, or else the running one.
-
-    Raises:
-        ConfigError: The given one does not exist.
-    """
+    """The interpreter for SGLang: the given one (`ConfigError` if it is not there), the first that has it, or ours."""
     if given is None:
         return _first_with_sglang(sys.executable, os.environ.get("PYTHONPATH"), Path(sys.prefix))
     found = shutil.which(given)
@@ -102,7 +98,7 @@ def _is_importable(python: str, package: str, _path: str | None) -> bool:
 def run_python(
     python: str, code: str, environment: Mapping[str, str] | None, timeout: float
 ) -> subprocess.CompletedProcess[str]:
-    """What some code prints in an interpreter, within a time limit in seconds; no module of the working folder runs."""
+    """The output of some code in an interpreter, within a limit in seconds; no module of the working folder runs."""
     return subprocess.run(
         [python, "-c", code],
         env={**(os.environ if environment is None else environment), "PYTHONSAFEPATH": "1"},

@@ -97,7 +97,7 @@ Workers = dict[str, tuple[str, bool]]
 
 
 class RouterApi(abc.ABC):
-    """What any running sglang-router is asked.
+    """Requests to any running sglang-router.
 
     A request that gets no answer, or a server error, is tried ``attempts`` times. It carries ``key``, if there is one.
     """
@@ -196,9 +196,7 @@ class Router(ServingProcess, RouterApi):
     ) -> Router:
         """Start the process; it ends when this one does. ``disaggregated``: its engines are for prefill and decode.
 
-        Raises:
-            PortInUseError: The port is taken. Nothing was started.
-            SupervisionError: The log file cannot be written.
+        Raises `PortInUseError` and `SupervisionError`; nothing was started then.
         """
         check_router_port(config.sglang_router_ip, port)
         command = router_command(config, port=port, prometheus_port=prometheus_port, disaggregated=disaggregated)
@@ -234,12 +232,7 @@ class ExternalRouter(RouterApi):
 
     @classmethod
     def connect(cls, url: str, engine_urls: Collection[str] = (), *, key: str | None = None) -> ExternalRouter:
-        """Check that a router is there, and that it sends requests to no engines but ``engine_urls``.
-
-        Raises:
-            EngineStartError: Nobody answers, it is not an sglang-router, or it has other healthy workers, which would
-                get requests, too.
-        """
+        """An sglang-router with no healthy workers but ``engine_urls``; else an `EngineStartError`."""
         router = cls(url.rstrip("/"), engine_urls, key)
         try:
             workers = super(cls, router)._workers(router.attempts)

@@ -50,7 +50,7 @@ PORT_LOG_LINES = 400
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """What one engine serves, and where.
+    """An engine before it starts: its model, place and limits.
 
     Attributes:
         port: Port that it listens on; 0 for one that is free when it starts.
@@ -98,7 +98,7 @@ class EngineSpec:
 
     @property
     def router_role(self) -> dict[str, str | int]:
-        """What the router needs to know besides the address; nothing for a regular engine."""
+        """The router's knowledge of it besides the address; nothing for a regular engine."""
         if self.worker_type == "regular":
             return {}
         port = {} if self.bootstrap_port is None else {"bootstrap_port": self.bootstrap_port}
@@ -161,7 +161,7 @@ def module_words(module: str, key: str | None) -> list[str]:
 
 
 def key_environment(key: str | None) -> dict[str, str]:
-    """What a server's environment must hold for the module of :func:`module_words` to find its key."""
+    """The part of a server's environment in which the module of :func:`module_words` finds its key."""
     return {} if key is None else {with_key.KEY: key}
 
 
@@ -253,11 +253,7 @@ def answers(url: str, timeout: float = HEALTH_TIMEOUT_SECONDS, *, key: str | Non
 
 
 def wait_for(is_ready: Callable[[float], bool], timeout: float, problem: Callable[[], str]) -> None:
-    """Return when ``is_ready`` is true, which gets the seconds that it may take to find out.
-
-    Raises:
-        EngineStartError: It is not true after ``timeout`` seconds; with the message of ``problem``.
-    """
+    """Return when ``is_ready``, which gets seconds to find out, is true; else `EngineStartError` with ``problem``."""
     deadline = time.monotonic() + timeout
     while not is_ready(min(HEALTH_TIMEOUT_SECONDS, max(deadline - time.monotonic(), POLL_SECONDS))):
         if time.monotonic() > deadline:
@@ -265,38 +261,21 @@ def wait_for(is_ready: Callable[[float], bool], timeout: float, problem: Callabl
         time.sleep(POLL_SECONDS)
 
 
-class ServerProcess(Protocol):
+class _Process(Protocol):
     """The process of a server: a `Supervised`, or one on another node that is asked and ended likewise."""
 
     @property
-    def log_path(self) -> Path | None:
-        """Its log."""
-
+    def log_path(self) -> Path | None: ...
     @property
-    def pid(self) -> int:
-        """Process id of its supervisor."""
-
+    def pid(self) -> int: ...
     @property
-    def ending(self) -> str:
-        """How it ended, in words."""
-
-    def poll(self) -> int | None:
-        """Its exit code; ``None`` while anything of it is left."""
-
-    def process_ids(self) -> list[int]:
-        """Those of the server and of all that it started."""
-
-    def log_tail(self, lines: int) -> str:
-        """The last lines of its log."""
-
-    def request_stop(self) -> None:
-        """Ask it to end, without waiting."""
-
-    def stop(self) -> object:
-        """End it, and wait for that."""
-
-    def kill(self) -> None:
-        """End it by SIGKILL."""
+    def ending(self) -> str: ...
+    def poll(self) -> int | None: ...
+    def process_ids(self) -> list[int]: ...
+    def log_tail(self, lines: int) -> str: ...
+    def request_stop(self) -> None: ...
+    def stop(self) -> object: ...
+    def kill(self) -> None: ...
 
 
 class ServingProcess:
@@ -305,16 +284,13 @@ class ServingProcess:
     title = "server"  # what messages call it
     ready_path = "/health"  # what it answers once it serves
 
-    def __init__(self, process: ServerProcess, url: str) -> None:
+    def __init__(self, process: _Process, url: str) -> None:
         self._process = process
         self._was_ready = False
         self.url = url
 
     def is_ready(self, timeout: float = HEALTH_TIMEOUT_SECONDS) -> bool:
-        """Whether it answers within ``timeout`` seconds.
-
-        Raises `EngineStartError` if it ended before it ever answered, `EngineDiedError` if it ended later.
-        """
+        """Whether it answers in time. `EngineStartError` if it ended before it ever did, `EngineDiedError` if later."""
         self.check()
         is_up = answers(self.url + self.ready_path, timeout)
         self._was_ready |= is_up
@@ -391,7 +367,7 @@ class SGLangEngine(ServingProcess):
 
     title = "SGLang engine"
 
-    def __init__(self, process: ServerProcess, spec: EngineSpec, key: str | None = None) -> None:
+    def __init__(self, process: _Process, spec: EngineSpec, key: str | None = None) -> None:
         super().__init__(process, spec.url)
         self.spec, self._key = spec, key
 
@@ -401,10 +377,7 @@ class SGLangEngine(ServingProcess):
     ) -> SGLangEngine:
         """Start the process; it ends when this one does. Its port comes from ``ports`` if that of ``spec`` is 0.
 
-        Raises:
-            ConfigError: The installed SGLang does not know a flag or a value. Nothing was started.
-            PortInUseError: The port is taken. Nothing was started.
-            SupervisionError: The log file cannot be written.
+        Raises `ConfigError` for flags that do not fit, `PortInUseError`, `SupervisionError`; nothing was started then.
         """
         check_flags(config, [spec])
         if spec.port == 0:
@@ -447,22 +420,13 @@ class EngineLauncher:
         self._config, self._ports = config, ports
 
     def check(self, specs: Iterable[EngineSpec]) -> None:
-        """Check that engines can be started, before any is.
-
-        Raises:
-            ConfigError: The installed SGLang does not know a flag or a value.
-            EngineStartError: SGLang is not installed.
-        """
+        """Before any is started: `ConfigError` on invalid flags, `EngineStartError` where SGLang is not installed."""
         check_flags(self._config, specs)
         if not importable_in(self._config.python, "sglang"):
             raise EngineStartError(missing_sglang(self._config.python))
 
     def start(self, spec: EngineSpec, *, log_path: Path) -> SGLangEngine:
-        """Start one engine, on a free port if that of ``spec`` is 0; returns at once.
-
-        Raises:
-            PortInUseError: The port was taken meanwhile; another attempt may succeed.
-        """
+        """Start one engine, on a free port if that of ``spec`` is 0; returns at once. `PortInUseError`: try again."""
         return SGLangEngine.start(self._config, spec, log_path=log_path, ports=self._ports)
 
 

@@ -101,7 +101,7 @@ class SglangFlag(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Report(msgspec.Struct, kw_only=True):
-    """What is cached. The stamp is the times of change of the files that the flags depend on."""
+    """The content of the cache. The stamp is the times of change of the files that the flags depend on."""
 
     package: str
     version: str
@@ -122,7 +122,7 @@ class _Report(msgspec.Struct, kw_only=True):
 
 
 _REPORTS: dict[Path, _Report] = {}
-"""What this process has read, for where the cache's file cannot be written. By that file."""
+"""Reports that this process has read, for where the cache's file cannot be written. By that file."""
 
 
 def engine_device(devices: Path = Path("/dev")) -> str:
@@ -172,11 +172,7 @@ def installed_flags(python: str) -> dict[str, SglangFlag]:
 
 
 def check_sglang_args(args: Mapping[str, SglangValue], flags: Mapping[str, SglangFlag]) -> None:
-    """Check the user's ``--sglang-*`` flags, without that prefix, against those that the installed SGLang has.
-
-    Raises:
-        ConfigError: One is unknown (names the nearest known one), set by slime itself, or has an invalid value.
-    """
+    """Check ``--sglang-*`` flags, without that prefix; a `ConfigError` if one is unknown, invalid or set by slime."""
     for name, value in args.items():
         if name in CONTROLLED:
             raise ConfigError(f"--sglang-{name} cannot be given: {CONTROLLED[name]}")

@@ -146,25 +146,22 @@ class Slot(abc.ABC, Generic[P]):
     def _start(self) -> P: ...
 
 
-class NoProcess:
+class _NoProcess:
     """Stands for the process of a spare engine before there is one."""
 
     log_path, pid, ending = None, 0, "no node had room for it"
 
     def poll(self) -> int:
-        """It has ended, as it were."""
-        return -1
+        return -1  # it has ended, as it were
 
     def process_ids(self) -> list[int]:
-        """None."""
         return []
 
     def log_tail(self, lines: int) -> str:
-        """It has no log."""
         return ""
 
     def request_stop(self) -> None:
-        """Nothing to do, as of :meth:`stop` and :meth:`kill`."""
+        pass
 
     stop = kill = request_stop
 
@@ -184,7 +181,7 @@ class EngineSlot(Slot[SGLangEngine]):
         self._launcher, self._log_path = launcher, log_path
         self.spare = spare
         if spare:
-            self._now = Occupant(SGLangEngine(NoProcess(), self._spec), has_no_room=True)
+            self._now = Occupant(SGLangEngine(_NoProcess(), self._spec), has_no_room=True)
 
     def _start(self) -> SGLangEngine:
         return self._launcher.start(self._spec, log_path=self._log_path)
@@ -237,7 +234,7 @@ class RouterSlot(Slot[Any]):
 
 
 class Event(enum.StrEnum):
-    """What happens to the process in a slot."""
+    """An event in the life of the process in a slot."""
 
     UNHEALTHY = "unhealthy"  # it has ended, or gave no good answer in time
     KILLED = "killed"  # what was left of it was ended by SIGKILL

@@ -6,7 +6,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
-import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -44,12 +43,12 @@ def start_engines(
     """Start the engines that ``config`` asks for, or attach to external ones; return when requests can be sent.
 
     Args:
-        model: What they serve. Its seed is the first engine's.
+        model: Served by all of them. Its seed is the first engine's.
         num_engines: Number of engines to start, where all are alike.
         log_dir: As of `EngineFleet.start`, like ``launcher``.
         num_gpus: GPUs for generation, which the topology must use up; those of ``num_engines`` if ``None``.
         num_spare: Further engines, each to be started once the launcher has room for it.
-        topology: What :func:`topology_of` gives, if it was read already.
+        topology: That of :func:`topology_of`, if it was read already.
         longest_sample: Prompt plus response that external engines must take; not checked if ``None``.
         weights_follow: Whether new weights are sent before the first request.
 
@@ -109,11 +108,7 @@ class ModelFleets(EngineFleet):
 
 
 def start_models(
-    plan: EnginePlan,
-    *,
-    log_dir: Path,
-    on_progress: Progress | None = None,
-    launcher: EngineLauncher | None = None,
+    plan: EnginePlan, *, log_dir: Path, on_progress: Progress | None = None, launcher: EngineLauncher | None = None
 ) -> ModelFleets:
     """Start everything; return when every router sends requests to its engines.
 
@@ -125,7 +120,7 @@ def start_models(
         EngineError: As of `EngineFleet.start`. What is still starting is not waited for.
     """
     check_runs_here(plan)
-    started, failed = time.monotonic(), False
+    failed = False
     main = plan.trained or plan.models[0]
     other_config = dataclasses.replace(plan.config, sglang_router_port=None, sglang_router_url=None)
     ready = {model.name: 0 for model in plan.models}
@@ -166,5 +161,4 @@ def start_models(
             raise
         fleets = ModelFleets({name: future.result() for name, future in futures.items()}, main.name, all_encoders)
         undo.pop_all()
-    fleets.startup_seconds = time.monotonic() - started
     return fleets

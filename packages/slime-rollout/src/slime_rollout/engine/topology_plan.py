@@ -154,11 +154,7 @@ def read_topology(path: str) -> Topology:
 
 
 def topology_of(config: EngineConfig, num_gpus: int) -> Topology | None:
-    """What ``--sglang-config`` or ``--prefill-num-servers`` makes of the GPUs; ``None`` if all engines are alike.
-
-    Raises:
-        ConfigError: The file cannot be used, or no engine is left to generate.
-    """
+    """The topology of ``--sglang-config`` or ``--prefill-num-servers``, if given; a `ConfigError` if it is unusable."""
     if config.sglang_config is not None:
         return read_topology(config.sglang_config)
     if (servers := config.prefill_num_servers) is None:

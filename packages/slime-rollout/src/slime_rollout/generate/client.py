@@ -174,7 +174,7 @@ class EngineClient:
                             reply = await exchange(
                                 control.session, "POST", to, content, headers=headers, strict=True, most=most
                             )
-                        part = self._read(to, reply, _room(body, done), with_kept=with_kept, expert_rows=rows)
+                        part = self._read(to, reply, _tokens_left(body, done), with_kept=with_kept, expert_rows=rows)
                         if not request.held or part.status is not Status.ABORTED or request.stopped:
                             break
                         done, part = done.followed_by(part.certain(sampling_params)), Completion.nothing()
@@ -292,7 +292,7 @@ class EngineClient:
             self._places.put_nowait(None)
 
     def _next_attempt(self, request: _Request, body: dict[str, Any], done: Completion) -> tuple[bytes, int | None]:
-        """What to send for what comes after ``done``, and of how many input tokens experts are wanted."""
+        """The request for what comes after ``done``, and of how many input tokens it asks the experts."""
         request.attempts += 1
         request.tries += 1
         request.held = False
@@ -527,14 +527,14 @@ def _continued(body: dict[str, Any], done: Completion) -> dict[str, Any]:
     if not done.tokens:
         return body
     continued = body | {"input_ids": [*body["input_ids"], *done.tokens]}
-    if (room := _room(body, done)) is not None:
-        continued["sampling_params"] = body["sampling_params"] | {"max_new_tokens": room}
+    if (left := _tokens_left(body, done)) is not None:
+        continued["sampling_params"] = body["sampling_params"] | {"max_new_tokens": left}
     if done.experts_TW is not None:
         continued["routed_experts_start_len"] = body["routed_experts_start_len"] + len(done.experts_TW)
     return continued
 
 
-def _room(body: dict[str, Any], done: Completion) -> int | None:
+def _tokens_left(body: dict[str, Any], done: Completion) -> int | None:
     """Most tokens that may come after those of ``done``; ``None`` where the request names no limit."""
     longest = body["sampling_params"].get("max_new_tokens")
     return None if longest is None else longest - len(done.tokens)

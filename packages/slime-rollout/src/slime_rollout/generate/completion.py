@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from slime_core.types import Status
+from slime_core.types import Sample, Status
 from slime_core.types.kept import kept_text
 from slime_core.types.routed import EXPERTS
 from slime_rollout.errors import GenerationError
@@ -75,7 +75,7 @@ class FailedUpdateError(GenerationError):
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What an engine sampled. R is the number of tokens.
+    """The R tokens that an engine sampled.
 
     Attributes:
         text: The tokens as text, as the engine gives it: up to the end of a stop string, even inside a token; empty if
@@ -106,6 +106,16 @@ class Completion:
     def kept_tokens(self) -> str | None:
         """The sets as `Sample.kept_tokens` has them."""
         return None if self.kept is None else kept_text(self.kept)
+
+    def append_to(self, sample: Sample) -> None:
+        """Append the tokens to a sample's response, with what is known of each, but without their text."""
+        sample.append_response(
+            self.tokens,
+            log_probs=self.log_probs,
+            weight_version=self.weight_versions,
+            kept_tokens=self.kept_tokens,
+            routed_experts=self.experts_TW,
+        )
 
     @classmethod
     def from_json(
@@ -167,7 +177,7 @@ class Completion:
         return self._first(0 if whole else max(0, len(self.tokens) - unsure))
 
     def up_to_stop(self, before: Sequence[int], stops: Sequence[str], decode: Callable[[list[int]], str]) -> Completion:
-        """What was sampled up to the token that completes a stop text which begins before a cut.
+        """The tokens up to the one that completes a stop text which begins before a cut.
 
         The engine does not see one: its request begins at the cut. What is kept before a cut may end with the beginning
         of a stop text, and other weights may go on with the rest.
@@ -203,7 +213,7 @@ class Completion:
         )
 
     def followed_by(self, rest: Completion) -> Completion:
-        """What was sampled by this request, and then by the one that went on from there."""
+        """The tokens of this request, and then those of the one that went on from there."""
         if not self.tokens:
             return rest
         tables = [table for table in (self.experts_TW, rest.experts_TW) if table is not None]
@@ -265,7 +275,7 @@ def _log_probs(tokens: list[int], meta: _Meta) -> list[float]:
         raise GenerationError(f"an engine gave {len(entries)} log-probs for {len(tokens)} tokens")
     if meta.finish_reason.matched == _NOT_A_NUMBER:
         raise _not_a_number()
-    own = [log_prob for (log_prob, scored, _), token in zip(entries, tokens, strict=True) if scored == token]
+    own = [log_prob for (log_prob, named, _), token in zip(entries, tokens, strict=True) if named == token]
     if len(own) != len(tokens):
         place = next(place for place, token in enumerate(tokens) if entries[place][1] != token)
         raise GenerationError(

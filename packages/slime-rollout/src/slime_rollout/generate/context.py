@@ -6,11 +6,13 @@ import asyncio
 import dataclasses
 import functools
 import hashlib
+import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
+from slime_core.former_names import former_attribute
 from slime_core.hooks import HookArgs
 from slime_core.types import Group, Sample, Status
 from slime_core.types.routed import count_routed
@@ -28,12 +30,7 @@ NO_LIMITS = ModelLimits()
 _TEXT_BEFORE = 5  # tokens, as SGLang takes
 
 # Settings of SGLang that take probability from a token or add some, at the values where they do not.
-_PLAIN = {
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "ignore_eos": False,
-}
+_PLAIN = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "ignore_eos": False}
 
 DISTRIBUTION = frozenset(_PLAIN) - {"ignore_eos"} | {
     *("temperature", "top_p", "top_k", "min_p", "min_new_tokens", "logit_bias", "custom_params"),
@@ -106,14 +103,16 @@ class SamplingParams:
             min_new_tokens=held_out.min_new_tokens,
         )
 
-    def room(self, sample: Sample, limits: ModelLimits = NO_LIMITS) -> int:
+    room = former_attribute("room", "tokens_left")
+
+    def tokens_left(self, sample: Sample, limits: ModelLimits = NO_LIMITS) -> int:
         """How many tokens a sample's response may still grow by, with a model of ``limits``."""
-        room = self.max_new_tokens - sample.response_length
+        left = self.max_new_tokens - sample.response_length
         if self.max_context is not None:
-            room = min(room, self.max_context - len(sample.tokens))
-        if (most := limits.room(len(sample.tokens))) is not None:
-            room = min(room, most)
-        return max(room, 0)
+            left = min(left, self.max_context - len(sample.tokens))
+        if (most := limits.tokens_left(len(sample.tokens))) is not None:
+            left = min(left, most)
+        return max(left, 0)
 
     def to_request(self, seed: int, *, max_new_tokens: int | None = None) -> dict[str, Any]:
         """SGLang's ``sampling_params`` of one request.
@@ -152,7 +151,7 @@ def sampling_seed(run_seed: int, sample_index: int, turn: int = 0, stream: str =
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationContext:
-    """What all samples of a rollout, or of one held-out set, are generated with.
+    """Settings and services with which all samples of a rollout, or of one held-out set, are generated.
 
     ``stream`` says what the samples are for: ``rollout``, or ``eval/`` and the name of a held-out set. ``tokenizer`` is
     ``None`` only where nothing is tokenized or decoded. ``args`` holds every flag by its name, for hooks. Once ``stop``
@@ -178,17 +177,25 @@ class GenerationContext:
         return self.stream != ROLLOUT_STREAM
 
     def request(
-        self, sample: Sample, turn: int = 0, *, room: int, changes: Mapping[str, Any] = MappingProxyType({})
+        self,
+        sample: Sample,
+        turn: int = 0,
+        *,
+        most: int | None = None,
+        changes: Mapping[str, Any] = MappingProxyType({}),
+        room: int | None = None,
     ) -> dict[str, Any]:
-        """Arguments of :meth:`EngineClient.generate` for at most ``room`` tokens, with changed settings of SGLang's.
+        """Arguments of :meth:`EngineClient.generate` for at most ``most`` tokens, with changed settings of SGLang's.
 
-        If these keep a part of the vocabulary only, and the sample is to be trained on, the engine says which.
-
-        Raises:
-            GenerationError: A token is outside the model's vocabulary, which would end the engine.
+        If these keep a part of the vocabulary only, and the sample is to be trained on, the engine says which. Raises
+        `GenerationError` for a token outside the model's vocabulary, which would end the engine.
         """
+        if room is not None:
+            said = "GenerationContext.request(room=…) is now most=…; the old name goes with the next release"
+            warnings.warn(said, DeprecationWarning, stacklevel=2)
+            most = room
         self._check_tokens(sample, changes)
-        params = self.params.to_request(self.seed(sample, turn), max_new_tokens=room) | dict(changes)
+        params = self.params.to_request(self.seed(sample, turn), max_new_tokens=most) | dict(changes)
         with_kept = not self.evaluation and not keeps_all(params)
         if with_kept and params["top_k"] == -1:
             params["top_k"] = MOST_KEPT
@@ -203,9 +210,11 @@ class GenerationContext:
             "experts_from": experts_from,
         }
 
-    def room(self, sample: Sample) -> int:
+    room = former_attribute("room", "tokens_left")
+
+    def tokens_left(self, sample: Sample) -> int:
         """How many tokens a sample's response may still grow by."""
-        return self.params.room(sample, self.limits)
+        return self.params.tokens_left(sample, self.limits)
 
     def _check_tokens(self, sample: Sample, changes: Mapping[str, Any]) -> None:
         biased = [int(token) for token in changes.get("logit_bias") or ()]
@@ -236,7 +245,7 @@ class GenerationContext:
         return done.up_to_stop(before, stops, functools.partial(self.tokenizer.decode, skip_special_tokens=False))
 
     async def next_turn(self, sample: Sample, request: dict[str, Any], begun: int = 0) -> Completion:
-        """What an engine answers to a :meth:`request`, or has answered before a restart. Errors as of the client's.
+        """An engine's answer to a :meth:`request`, perhaps of before a restart. Errors as of the client's.
 
         The last ``begun`` tokens of the sample are of the same turn.
         """
@@ -279,11 +288,11 @@ async def generate_sample(sample: Sample, context: GenerationContext) -> list[Sa
         return [sample]
     if sample.status is not Status.ABORTED:
         clear_response(sample)
-    room = context.room(sample)
-    if not room:
+    left = context.tokens_left(sample)
+    if not left:
         sample.status = Status.TRUNCATED
         return [sample]
-    request = context.request(sample, room=room)
+    request = context.request(sample, most=left)
     done = await context.client.generate(sample.tokens, **request)
     _extend(sample, context.up_to_stop(sample, request, done, sample.response_length), context)
     return [sample]
@@ -305,13 +314,7 @@ def _extend(sample: Sample, done: Completion, context: GenerationContext) -> Non
         done = Completion.nothing()
     text = sample.response + done.text
     if done.tokens:
-        sample.append_response(
-            done.tokens,
-            log_probs=done.log_probs,
-            weight_version=done.weight_versions,
-            kept_tokens=done.kept_tokens,
-            routed_experts=done.experts_TW,
-        )
+        done.append_to(sample)
     elif not sample.response_length:
         sample.rollout_log_probs = []
     # Of all tokens, and not the engine's words: these end with the stop string and not with its token, and a character

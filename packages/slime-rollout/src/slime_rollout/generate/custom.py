@@ -85,7 +85,7 @@ class CustomGenerate:
         return [self._generate(unit, context) for unit in units]
 
     async def _generate(self, group: Group, context: GenerationContext) -> list[Sample]:
-        """What to train on: finished samples unchanged, and what the function made of the others."""
+        """The samples to train on: finished ones unchanged, and what the function made of the others."""
         unfinished = [sample for sample in group if sample.status not in FINISHED]
         if not unfinished:
             return group
@@ -204,7 +204,7 @@ class HookCall:
             _CALL.reset(token)
 
     def accept(self, value: Any) -> list[Sample]:
-        """What to train on of a function's value, in the samples' order.
+        """The samples to train on of a function's value, in their order.
 
         Several samples of one trajectory carry the first one's ``index`` until :func:`number_parts`.
 

@@ -1,5 +1,6 @@
-"""What custom generate functions use. An interaction of several turns is recorded token by token: what the model wrote
-is never tokenized again.
+"""For custom generate functions: an interaction of several turns, recorded token by token.
+
+What the model wrote is never tokenized again.
 
 A function drives a `Trajectory`, or asks `generate_single` for the next message of a conversation. Functions written
 for other systems find a `post` and the tokenizer here.
@@ -16,6 +17,7 @@ from typing import Any
 
 import orjson
 
+from slime_core.former_names import former_attribute
 from slime_core.hooks import HookArgs
 from slime_core.types import Message, Prompt, Sample, Status
 from slime_rollout.data.chat import ChatTurns, as_messages, encode_text
@@ -96,17 +98,19 @@ class Trajectory:
         """Turns of the model so far, including one that was cut off."""
         return int(self.sample.metadata.get(TURNS_KEY, 0))
 
+    room = former_attribute("room", "tokens_left")
+
     @property
-    def room(self) -> int:
+    def tokens_left(self) -> int:
         """How many tokens the response may still grow by."""
-        return self._context.room(self.sample)
+        return self._context.tokens_left(self.sample)
 
     @property
     def done(self) -> bool:
-        """Whether no further turn can follow: no turn or no room is left, or the rollout is to stop."""
+        """Whether no further turn can follow: no turn or no token is left, or the rollout is to stop."""
         if self.sample.status is Status.ABORTED:
             return not self._goes_on
-        return self._no_more or self.room == 0 or (self._max_turns is not None and self.turns >= self._max_turns)
+        return self._no_more or self.tokens_left == 0 or (self._max_turns is not None and self.turns >= self._max_turns)
 
     async def generate(self, **changes: Any) -> str:
         """The model's next turn, or the rest of one that was cut off.
@@ -136,26 +140,20 @@ class Trajectory:
         goes_on, self._goes_on = self._goes_on, False
         turn = max(self.turns - 1, 0) if goes_on else self.turns
         begun = _sampled_at_end(sample) if goes_on else 0
-        before = self._text_before(begun)
-        room = min(self.room, int(changes.pop("max_new_tokens", self.room)))
+        before = sample.response.removesuffix(self._text_at_end(begun)) if begun else sample.response
+        most = min(self.tokens_left, int(changes.pop("max_new_tokens", self.tokens_left)))
         if self._context.stop.is_set():
             sample.status = Status.ABORTED
-        elif room > 0:
-            request = self._context.request(sample, turn, room=room, changes=changes)
+        elif most > 0:
+            request = self._context.request(sample, turn, most=most, changes=changes)
             self.last = done = await self._context.next_turn(sample, request, begun)
             if done.tokens:
-                sample.append_response(
-                    done.tokens,
-                    log_probs=done.log_probs,
-                    weight_version=done.weight_versions,
-                    kept_tokens=done.kept_tokens,
-                    routed_experts=done.experts_TW,
-                )
+                done.append_to(sample)
             elif sample.rollout_log_probs is None:
                 sample.rollout_log_probs = [0.0] * sample.response_length
             sample.status = done.status
             begun += len(done.tokens)
-        else:  # what was cut off had just filled the room
+        else:  # what was cut off was as long as it may be
             sample.status = Status.TRUNCATED
         sample.metadata[TURNS_KEY] = turn + 1
         text = self._text_at_end(begun)
@@ -165,7 +163,7 @@ class Trajectory:
     def observe(self, content: str | Sequence[int]) -> None:
         """Show the model text, tokenized by itself without special tokens, or token ids.
 
-        They are added to the response, and not trained on. If no turn can follow, because no turn or not enough room is
+        They are added to the response, and not trained on. If no turn can follow, because no turn or too few tokens are
         left, they are not added: the sample is then ``TRUNCATED`` and the trajectory :attr:`done`.
         """
         if isinstance(content, str):
@@ -195,7 +193,7 @@ class Trajectory:
     def _observe(self, tokens: list[int]) -> None:
         if self.sample.status is Status.ABORTED:
             return  # the turn is not over
-        if self.done or len(tokens) >= self.room:
+        if self.done or len(tokens) >= self.tokens_left:
             self._no_more = True
             self.sample.status = Status.TRUNCATED
             return
@@ -211,11 +209,6 @@ class Trajectory:
                 "another distribution than the one that is trained, which is allowed in evaluation only; leave it out, "
                 "or set it for the whole run, such as --rollout-temperature"
             )
-
-    def _text_before(self, begun: int) -> str:
-        """The response as text without its last ``begun`` tokens, the beginning of a turn."""
-        sample = self.sample
-        return sample.response.removesuffix(self._text_at_end(begun)) if begun else sample.response
 
     def _text_at_end(self, count: int) -> str:
         """The last ``count`` tokens as text."""
@@ -251,7 +244,7 @@ async def generate_single(conversation: Prompt, *, sample: Sample | None = None,
         **changes: As for :meth:`Trajectory.generate`.
 
     Returns:
-        What the model wrote, without special tokens; empty if no turn or no room is left, and then the sample is
+        What the model wrote, without special tokens; empty if no turn or no token is left, and then the sample is
         ``TRUNCATED``.
 
     Raises:
@@ -369,7 +362,7 @@ def _fits(call: HookCall, sample: Sample, conversation: Prompt) -> bool:
 
 
 async def call_tool(function: Callable[..., Any], *arguments: Any, sample: Sample | None = None, **named: Any) -> Any:
-    """What a tool answers: ``function(*arguments, **named)``, awaited if it is async. For generate functions only.
+    """A tool's answer: ``function(*arguments, **named)``, awaited if it is async. For generate functions only.
 
     In a run with ``--save`` the result is written down before it is returned. A run that was killed and continues calls
     the function again for the same sample, and a tool whose result is there is not called a second time. That takes a

@@ -1,4 +1,4 @@
-"""What finished turns and tools have answered, written down while their samples are still in the making.
+"""Answers of finished turns and tools, written down while their samples are still in the making.
 
 A rollout is written down once it is complete. Until then a killed run would ask engines and tools again; a tool that
 runs code, sends mail or costs money would do so twice. So in a run with ``--save`` each turn of the model and each
@@ -57,7 +57,7 @@ class TurnLog:
         self._rewrite()
 
     def turn(self, sample: Sample, request: dict[str, Any]) -> Completion | None:
-        """What an engine answered to a request for a sample; ``None`` if that is unknown, or of other weights."""
+        """An engine's answer to a request for a sample; ``None`` if it is unknown, or of other weights."""
         value = self._find(sample, _turn_key(sample, request))
         if value is None:
             return None

@@ -1,12 +1,13 @@
 """User-defined hooks by their flags: found and checked before a run, but not called (see `hooks.contracts`).
 
-What loads a hook is imported only if the hook is given.
+What finds a hook is imported only if the hook is given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any
 
 from slime_core.errors import ConfigError
@@ -21,11 +22,16 @@ __all__ = ["HOOKS", "GivenHook", "Hook", "check_hooks", "given_hooks", "hook_arg
 
 @dataclass(frozen=True)
 class Hook:
-    """A kind of hook: the field of its path, what finds and checks it, and further fields that its calls depend on."""
+    """A kind of hook: the field of its path, what finds and checks it, and further fields that its calls depend on.
+
+    ``finder`` is a function or class of this package, which is called with the configuration and, if it ``takes_args``,
+    with the hooks' ``args``.
+    """
 
     field: str
-    load: Callable[[RolloutConfig, HookArgs], Any]
+    finder: str
     settings: tuple[str, ...] = ()
+    takes_args: bool = True
 
     @property
     def flag(self) -> str:
@@ -37,6 +43,11 @@ class Hook:
         flags = flag_values(config)
         path = flags[self.field]
         return [None if path in BUILT_IN_ROLLOUTS else path, *(flags[name] for name in self.settings)]
+
+    def load(self, config: RolloutConfig, hook_args: HookArgs) -> Any:
+        """Import the finder, and have it find and check the hook. Raises `ConfigError` if it cannot be used."""
+        find = resolve_name(f"slime_rollout.{self.finder}")
+        return find(config, hook_args) if self.takes_args else find(config)
 
 
 @dataclass(frozen=True)
@@ -62,7 +73,7 @@ class GivenHook:
 
 
 def hook_args_of(config: RolloutConfig, flags: Mapping[str, Any] | None = None) -> HookArgs:
-    """What user-defined functions get as ``args``: flags by name, and the parameters of ``--custom-config-path``.
+    """The ``args`` of user-defined functions: flags by name, and the parameters of ``--custom-config-path``.
 
     ``flags`` are all flags of a run; by default those of ``config``.
 
@@ -101,73 +112,19 @@ def check_hooks(config: RolloutConfig, hook_args: HookArgs) -> None:
         hook.load(hook_args)
 
 
-def _generate(config: RolloutConfig, hook_args: HookArgs) -> Any:
-    from slime_rollout.generate import make_generate
-
-    return make_generate(config)
-
-
-def _reward(config: RolloutConfig, hook_args: HookArgs) -> Any:
-    from slime_rollout.rewards import make_scorer
-
-    return make_scorer(config, hook_args)
-
-
-def _source(config: RolloutConfig, hook_args: HookArgs) -> Any:
-    from slime_rollout.data import find_data_source
-
-    return find_data_source(config)
-
-
-def _filter(config: RolloutConfig, hook_args: HookArgs) -> Any:
-    from slime_rollout.filters import make_filter
-
-    return make_filter(config, hook_args)
-
-
-def _rollout(config: RolloutConfig, hook_args: HookArgs) -> Any:
-    from slime_rollout.hooks.rollouts import RolloutHooks
-
-    return RolloutHooks(config, hook_args)
-
-
-def _whole(config: RolloutConfig, hook_args: HookArgs) -> Any:
-    from slime_rollout.hooks.rollout_function import find_functions
-
-    return find_functions(config, hook_args)
-
-
-def _samples(config: RolloutConfig, hook_args: HookArgs) -> Any:
-    from slime_rollout.hooks.rollouts import SampleHooks
-
-    return SampleHooks(config, hook_args)
-
-
-def _rewards(config: RolloutConfig, hook_args: HookArgs) -> Any:
-    from slime_rollout.hooks.rollouts import RewardPostProcess
-
-    return RewardPostProcess(config, hook_args)
-
-
-def _train_data(config: RolloutConfig, hook_args: HookArgs) -> Any:
-    from slime_rollout.hooks.train_data import DataPostprocess
-
-    return DataPostprocess(config, hook_args)
-
-
 HOOKS = (
-    Hook("data_source_path", _source),
-    Hook("buffer_filter_path", _source),
-    Hook("custom_generate_function_path", _generate),
-    Hook("rollout_function_path", _whole),
-    Hook("eval_function_path", _whole),
-    Hook("custom_rm_path", _reward, ("custom_rm_kwargs", "group_rm")),
-    Hook("dynamic_sampling_filter_path", _filter),
-    Hook("rollout_sample_hook_path", _samples),
-    Hook("rollout_sample_filter_path", _rollout),
-    Hook("rollout_all_samples_process_path", _rollout),
-    Hook("custom_reward_post_process_path", _rewards),
-    Hook("rollout_data_postprocess_path", _train_data),
-    Hook("custom_rollout_log_function_path", _rollout),
-    Hook("custom_eval_rollout_log_function_path", _rollout),
+    Hook("data_source_path", "data:find_data_source", takes_args=False),
+    Hook("buffer_filter_path", "data:find_data_source", takes_args=False),
+    Hook("custom_generate_function_path", "generate:make_generate", takes_args=False),
+    Hook("rollout_function_path", "hooks.rollout_function:find_functions"),
+    Hook("eval_function_path", "hooks.rollout_function:find_functions"),
+    Hook("custom_rm_path", "rewards:make_scorer", ("custom_rm_kwargs", "group_rm")),
+    Hook("dynamic_sampling_filter_path", "filters:make_filter"),
+    Hook("rollout_sample_hook_path", "hooks.rollouts:SampleHooks"),
+    Hook("rollout_sample_filter_path", "hooks.rollouts:RolloutHooks"),
+    Hook("rollout_all_samples_process_path", "hooks.rollouts:RolloutHooks"),
+    Hook("custom_reward_post_process_path", "hooks.rollouts:RewardPostProcess"),
+    Hook("rollout_data_postprocess_path", "hooks.train_data:DataPostprocess"),
+    Hook("custom_rollout_log_function_path", "hooks.rollouts:RolloutHooks"),
+    Hook("custom_eval_rollout_log_function_path", "hooks.rollouts:RolloutHooks"),
 )

@@ -35,14 +35,7 @@ from slime_rollout.data import (
     make_data_source,
 )
 from slime_rollout.filters import make_filter
-from slime_rollout.generate import (
-    EngineClient,
-    GenerateGroup,
-    GenerationContext,
-    SamplingParams,
-    make_generate,
-    number_parts,
-)
+from slime_rollout.generate import EngineClient, GenerationContext, SamplingParams, make_generate, number_parts
 from slime_rollout.generate.context import ROLLOUT_STREAM, with_router
 from slime_rollout.generate.custom import TOKENIZED_KEY
 from slime_rollout.hooks import GivenHook
@@ -72,7 +65,7 @@ class ContractError(SlimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What hooks are tried with."""
+    """Settings, prompts and a stand-in engine's replies, for one trial of each hook."""
 
     config: RolloutConfig
     args: HookArgs
@@ -131,8 +124,7 @@ def try_hook(hook: GivenHook, trial: Trial) -> str:
 
 
 def _try_generate(trial: Trial) -> str:
-    make = make_generate(trial.config)
-    made, evaluated = (asyncio.run(_generate(trial, make, stream)) for stream in (ROLLOUT_STREAM, "eval/trial"))
+    made, evaluated = (asyncio.run(_generate(trial, stream)) for stream in (ROLLOUT_STREAM, "eval/trial"))
     tokens, trained = (
         sum(getattr(one, name) for one in made.samples) for name in ("response_length", "trained_tokens")
     )
@@ -160,7 +152,7 @@ def _generated(trial: Trial) -> list[Group]:
     hooks = SampleHooks(trial.config, trial.args)
 
     async def make() -> list[Sample]:
-        made = (await _generate_as_given(trial)).samples
+        made = (await _generate(trial)).samples
         return [await hooks(sample, evaluation=False) for sample in made]
 
     groups: dict[int, Group] = {}
@@ -264,7 +256,7 @@ def _parts(sample: Sample) -> dict[str, Any]:
 
 
 def _try_samples(trial: Trial) -> str:
-    hooks, samples = SampleHooks(trial.config, trial.args), asyncio.run(_generate_as_given(trial)).samples
+    hooks, samples = SampleHooks(trial.config, trial.args), asyncio.run(_generate(trial)).samples
 
     async def see() -> list[Sample]:
         trained = [await hooks(sample, evaluation=False) for sample in samples[1:]]
@@ -325,13 +317,9 @@ class _Made(NamedTuple):
     blocked: float
 
 
-async def _generate_as_given(trial: Trial) -> _Made:
-    """What the run's generate function makes."""
-    return await _generate(trial, make_generate(trial.config), ROLLOUT_STREAM)
-
-
-async def _generate(trial: Trial, make: GenerateGroup, stream: str) -> _Made:
-    engine = StandInEngine(trial.tokenizer, trial.replies, trial.turns)
+async def _generate(trial: Trial, stream: str = ROLLOUT_STREAM) -> _Made:
+    """The samples that the run's generate function makes."""
+    make, engine = make_generate(trial.config), StandInEngine(trial.tokenizer, trial.replies, trial.turns)
     source, samples = trial.source(), []
     async with (
         engine.serve() as url,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime_core.errors import ConfigError, DataError, SlimeError
+from slime_core.errors import ConfigError, DataError
 from slime_core.hooks import HookArgs
 from slime_core.metrics import eval_metrics, set_name_problem
 from slime_core.types import EvalReport, Group, Sample, Status
@@ -23,7 +23,7 @@ from slime_rollout.data import AccountedSource, Fate, SourceCalls, copied_group
 from slime_rollout.generate import by_trajectory, number_parts
 from slime_rollout.hooks.rollouts import plain_metrics
 from slime_rollout.limits import ModelLimits
-from slime_rollout.threads import await_within
+from slime_rollout.threads import await_within, blaming
 
 FLAG = "--rollout-function-path"
 EVAL_FLAG = "--eval-function-path"
@@ -33,7 +33,7 @@ DONE = (Status.COMPLETED, Status.TRUNCATED)
 
 @dataclass(frozen=True)
 class RolloutFnTrainOutput:
-    """What a rollout function may return: groups of scored samples, and metrics of its own."""
+    """A value that a rollout function may return: groups of scored samples, and metrics of its own."""
 
     samples: list[Group]
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class RolloutFnTrainOutput:
 
 @dataclass(frozen=True)
 class RolloutFnEvalOutput:
-    """What an evaluation function may return: ``rewards``, and if it likes ``truncated`` and ``samples``, by set."""
+    """A value that an evaluation function may return: by set ``rewards``, and perhaps ``truncated`` and ``samples``."""
 
     data: Mapping[str, Mapping[str, Any]]
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -104,9 +104,7 @@ class RolloutFunction:
     async def collect(self, rollout_id: int, calls: SourceCalls) -> tuple[list[Group], dict[str, float]]:
         """The groups of a rollout, and the function's metrics.
 
-        Raises:
-            DataError: It raised, or returned something else.
-            HookTimeoutError: It took too long.
+        Raises `DataError` if it raised or returned something else, `HookTimeoutError` if it took too long.
         """
         calls.check()
         with calls.transaction():
@@ -139,21 +137,18 @@ class RolloutFunction:
     async def _call(self, rollout_id: int, source: LentSource, *, evaluation: bool) -> Any:
         limit = self._config.sampling.custom_generate_timeout
         call = functools.partial(self._function, self._args, rollout_id, source, evaluation=evaluation)
-        try:
-            async with asyncio.timeout(limit + 1):
-                found = await await_within(limit, self.name, call, flag=LIMIT_FLAG)
-                return await found if inspect.isawaitable(found) else found
-        except SlimeError:
-            raise
-        except TimeoutError:
-            raise DataError(f"{self.name} was not done after {limit:g} s; raise {LIMIT_FLAG}") from None
-        except (Exception, SystemExit) as error:
-            raise DataError(f"{self.name} raised {type(error).__name__}: {error}") from error
-        finally:
-            source.end()
+        with blaming(self.name):
+            try:
+                async with asyncio.timeout(limit + 1):
+                    found = await await_within(limit, self.name, call, flag=LIMIT_FLAG)
+                    return await found if inspect.isawaitable(found) else found
+            except TimeoutError:
+                raise DataError(f"{self.name} was not done after {limit:g} s; raise {LIMIT_FLAG}") from None
+            finally:
+                source.end()
 
     def _groups(self, found: Any) -> list[Group]:
-        """What was returned, if it can be trained on."""
+        """The groups that were returned, if they can be trained on."""
         size, key = self._config.selection.rollout_batch_size, self._config.rewards.reward_key
         if not _is_groups(found):
             raise DataError(f"{self.name} returned {_short(found)}; return a list of groups, each a list of samples")

@@ -9,13 +9,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from slime_core.errors import ConfigError, DataError, SlimeError
+from slime_core.errors import ConfigError, DataError
 from slime_core.hooks import HookArgs
 from slime_core.types import Group, Sample, Status
 from slime_core.types.checks import scalar
 from slime_core.user_functions import load_function
 from slime_rollout.config import RolloutConfig
-from slime_rollout.threads import await_within, call_within
+from slime_rollout.threads import await_within, blaming, call_within
 
 SAMPLE_FLAG = "--rollout-sample-hook-path"
 FILTER_FLAG = "--rollout-sample-filter-path"
@@ -53,12 +53,8 @@ class UserFunction:
 
     def blamed(self, *given: Any) -> Any:
         """Its value, in this thread; what it raises becomes a `DataError` that names it."""
-        try:
+        with blaming(self.name):
             return self._function(*given)
-        except SlimeError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise DataError(f"{self.name} raised {type(error).__name__}: {error}") from error
 
 
 class SampleHooks:
@@ -104,18 +100,15 @@ class SampleHooks:
 
     async def _call(self, name: str, sample: Sample, call: Callable[[], Any]) -> Any:
         what = f"{name} for sample {sample.index}"
-        try:
-            found = await await_within(self._limit, what, call)
-            if inspect.isawaitable(found):
-                async with asyncio.timeout(self._limit):
-                    found = await found
-            return found
-        except SlimeError:
-            raise
-        except TimeoutError:
-            raise DataError(f"{what} took more than {self._limit:g} s; raise --hook-timeout") from None
-        except (Exception, SystemExit) as error:
-            raise DataError(f"{what} raised {type(error).__name__}: {error}") from error
+        with blaming(what):
+            try:
+                found = await await_within(self._limit, what, call)
+                if inspect.isawaitable(found):
+                    async with asyncio.timeout(self._limit):
+                        found = await found
+                return found
+            except TimeoutError:
+                raise DataError(f"{what} took more than {self._limit:g} s; raise --hook-timeout") from None
 
     def _checked(self, name: str, sample: Sample, found: Any) -> Sample:
         result = sample if found is None else found

@@ -119,7 +119,7 @@ def _as_array(value: Any) -> NDArray[Any]:
 
 
 def columns_of(samples: Sequence[TrainSample]) -> dict[str, list[Any]]:
-    """What the function gets: a list for each column. Arrays that may be changed are copies."""
+    """The columns that the function gets, a list each. Arrays that may be changed are copies."""
     data: dict[str, list[Any]] = {name: [getattr(one, field) for one in samples] for name, field in _NAMES.items()}
     data["tokens"] = [row.view() for row in data["tokens"]]
     for row in data["tokens"]:

@@ -68,7 +68,7 @@ def correct_letter(label: str, named: str | None, choices: Sequence[str], letter
 
 
 def index_metadata(label: Any, metadata: Mapping[str, Any]) -> dict[str, str]:
-    """What a row's label adds to its metadata: the letter of the choice at an index, where the label is a number.
+    """The letter of the right choice, for the metadata of a row whose label is the number of a choice.
 
     The label's text may be that of another choice. Nothing where no choices are given, or the letter is.
     """

@@ -23,7 +23,7 @@ from slime_rollout.rewards.trl import TrlReward, is_trl_form
 from slime_rollout.threads import LoopThread, start_call
 
 CallOutcome = tuple[Any, BaseException | None]
-"""What a function returned, or what it raised."""
+"""A function's value, or the error that it raised."""
 
 FLAG = "--custom-rm-path"
 _USUAL_NAMES = ("custom_rm", "CustomRewardModel")

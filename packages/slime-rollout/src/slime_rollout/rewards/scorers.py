@@ -85,7 +85,7 @@ def make_scorer(
     reward_keys: Collection[str | None] = (),
     strict: bool = False,
 ) -> Scorer:
-    """What scores by ``config``. A custom function is loaded and checked here, before anything is generated.
+    """The scorer of ``config``. A custom function is loaded and checked here, before anything is generated.
 
     ``reward_keys`` are those of everybody who shares the scorer, by default that of ``config`` alone. With ``strict``,
     failures of a custom function are raised as `VerifierError`; otherwise they are a reward of 0.
@@ -145,11 +145,9 @@ class RowRuleReward:
         if name == "random":
             return random_reward
         drop, replaces = (settings.rm_on_failure == one for one in ("drop", "replace"))
-        timeout = settings.timeout_of_rule(name)
         if name in REMOTE_RULES:
-            remote = RemoteReward(
-                settings.rm_url or "", timeout=timeout, boxed=name.startswith(BOXED), keys=self._names
-            )
+            timeout, boxed = settings.timeout_of_rule(name), name.startswith(BOXED)
+            remote = RemoteReward(settings.rm_url or "", timeout=timeout, boxed=boxed, keys=self._names)
             service = f"the service of --rm-url {redacted(settings.rm_url or '')}"
             limit = WITH_A_SERVICE
             tolerance = Tolerance(names=self._names, drop=drop, replaces=replaces, name=service, limit=limit)
@@ -157,7 +155,7 @@ class RowRuleReward:
         rule = find_rule(name)
         if rule.instant:
             return _rule_reward(rule)
-        memory = int(settings.rm_memory_limit * 2**30)
+        timeout, memory = settings.timeout_of_rule(name), int(settings.rm_memory_limit * 2**30)
         pool = VerifierPool(name, workers=settings.rm_workers, time_limit=timeout, memory_limit=memory)
         return Tolerance(rule.wrong, drop=drop, replaces=replaces).each(_rule_reward(rule, pool))
 

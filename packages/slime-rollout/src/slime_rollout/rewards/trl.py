@@ -25,10 +25,8 @@ class TrlReward:
 
     Prompts that are chat messages give completions of one message each, as in TRL; text gives text. Columns are the
     values in the rows' metadata, and ``label``, also under the name of ``--label-key``, the last of a dotted one. A
-    function without ``**kwargs`` gets those that it names.
-
-    Raises:
-        ConfigError: It has a required argument that cannot be given by name.
+    function without ``**kwargs`` gets those that it names. Raises `ConfigError` if it needs one that cannot be given by
+    name.
     """
 
     def __init__(self, function: Callable[..., Any], name: str, *, label_key: str | None = None) -> None:
@@ -40,7 +38,7 @@ class TrlReward:
             raise ConfigError(f"{name} takes {unnamed[0]} by place; a function of this form is called by names")
 
     def __call__(self, samples: Group) -> Any:
-        """What the function returns for the samples: a list of floats, or an awaitable of one."""
+        """The function's value for the samples: a list of floats, or an awaitable of one."""
         values: dict[str, list[Any]] = {
             "prompts": [sample.prompt for sample in samples],
             "completions": [_completion(sample) for sample in samples],

@@ -10,7 +10,6 @@ would not do: it reaches only the direct child, and it follows the thread that f
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import io
 import json
@@ -177,11 +176,7 @@ class Supervised:
             self._pipe.close()
 
     def stop(self, timeout: float | None = None) -> int:
-        """End the tree and wait for it; does nothing to one that has ended.
-
-        Raises:
-            SupervisionError: Something is left after ``timeout`` seconds; by default enough for both grace periods.
-        """
+        """End the tree; a `SupervisionError` if any is left after ``timeout`` seconds, or both grace periods."""
         self.request_stop()
         limit = timeout if timeout is not None else 2 * self._grace + _STOP_MARGIN_SECONDS
         try:
@@ -228,8 +223,7 @@ def under_supervisor(command: Sequence[str], *, grace: float = 10.0) -> Iterator
 
     def wait() -> int:
         received: list[int] = []
-        with _forwarding(received) as attach:
-            attach(supervised)
+        with _forwarding(supervised, received):
             code = supervised.wait()
             left = {process.pid for process in reaper.descendants(os.getpid())}  # of a supervisor that was killed
             reaper.end_descendants(grace, reap=lambda: list(reaper.ended_children()), hurry=lambda: len(received) > 1)
@@ -255,32 +249,16 @@ def run_under_supervisor(command: Sequence[str], *, grace: float = 10.0) -> int:
 
 
 @contextlib.contextmanager
-def _forwarding(received: list[int]) -> Iterator[Callable[[Supervised], None]]:
-    """Pass signals to the supervised tree that the yielded function is given; put the old handlers back at the end.
-
-    Each signal is passed on once, also one that comes before there is anybody to pass it to, or while another one is
-    passed on: a second one would end the tree at once.
-    """
-    targets: list[Supervised] = []
-    pending: collections.deque[int] = collections.deque()
-
-    def deliver() -> None:
-        with contextlib.suppress(IndexError):  # the last one was passed on by a handler that ran just now
-            while targets and pending:
-                targets[0].signal(pending.popleft())
+def _forwarding(supervised: Supervised, received: list[int]) -> Iterator[None]:
+    """Pass each signal on once, also one that comes while another is passed on: a second one ends the tree at once."""
 
     def forward(signum: int, _frame: types.FrameType | None) -> None:
         received.append(signum)
-        pending.append(signum)
-        deliver()
-
-    def attach(supervised: Supervised) -> None:
-        targets.append(supervised)
-        deliver()
+        supervised.signal(signum)
 
     old = {signum: signal.signal(signum, forward) for signum in _FORWARDED}
     try:
-        yield attach
+        yield
     finally:
         for signum, handler in old.items():
             signal.signal(signum, handler)

@@ -85,10 +85,7 @@ def fork(
 ) -> Forked | None:
     """Have the process at ``address`` fork a supervisor and its command; ``None``, with a line in the log, if it can't.
 
-    Args:
-        settings: Of the `reaper.Supervisor`.
-        pipe: The end of the supervisor's pipe that it reads from.
-        log: File of all output.
+    ``settings`` are of `reaper.Supervisor`, which reads from ``pipe``; all output goes to ``log``.
     """
     request = {
         "command": list(command),
@@ -123,12 +120,7 @@ def template(python: str, prepare: str, environment: Mapping[str, str]) -> Itera
     """Have a process run ``prepare``, to be forked for the length of the block; gives its address.
 
     Nothing is waited for, and who asks it finds out whether it works. It has to be started from the main thread: it
-    ends with the thread that started it.
-
-    Args:
-        python: Interpreter of the commands.
-        prepare: Code that imports what they do.
-        environment: Variables that it is started with.
+    ends with the thread that started it. ``prepare`` imports, in the interpreter ``python``, what commands do.
     """
     address = f"slime-{os.getpid()}-{secrets.token_hex(8)}"
     with socket.socket(socket.AF_UNIX) as listener:

@@ -69,16 +69,16 @@ class ForkingSupervisor(reaper.Supervisor):
             for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, reaper.KILL_SIGNAL):
                 signal.signal(signum, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            raise Command
+            raise ForkedCommand
         return pid
 
 
-class Command(BaseException):
+class ForkedCommand(BaseException):
     """Raised in the process of the command, to leave everything that belongs to its supervisor."""
 
 
 class Template:
-    """What is forked.
+    """The process that is forked.
 
     Attributes:
         environment: Variables that this process was started with.
@@ -149,7 +149,7 @@ class Template:
             tempfile.tempdir = None  # of the imports' environment
             self.name(" ".join(["reaper.py", *command]))
             code = ForkingSupervisor(command=command, pipe_fd=pipe, **request["settings"]).run()
-        except Command:
+        except ForkedCommand:
             os.close(pipe)
             os.close(status)
             self.name(" ".join(command))
@@ -162,11 +162,7 @@ class Template:
 
 
 def receive(connection: socket.socket, files: list[int]) -> dict[str, Any]:
-    """A request; the files that it came with are added to ``files``.
-
-    Raises:
-        ValueError: It is another user's, is not whole, or nobody waits for an answer any more: its command was started.
-    """
+    """A request; adds its files to ``files``. `ValueError`: another user's, not whole, or its command was started."""
     connection.settimeout(REQUEST_SECONDS)
     check_user(connection)
     head, received, _, _ = socket.recv_fds(connection, LENGTH.size, NUM_FILES)
@@ -198,10 +194,7 @@ def answer(connection: socket.socket, said: dict[str, Any]) -> None:
 
 
 def run(command: list[str]) -> None:
-    """Run ``python -P -m MODULE …`` or ``python -P FILE …``, as if this interpreter had been started so.
-
-    Without ``-P`` the working folder is looked in first.
-    """
+    """Run ``python -P -m MODULE …`` or ``python -P FILE …``, as if this interpreter had been started so."""
     words = command[1:]
     if words[0] == "-P":
         del words[0]

@@ -14,14 +14,10 @@ from slime_rollout.supervise.reaper import is_alive
 
 
 def private_folder(prefix: str, *, longest: int = 64) -> Path:
-    """A new folder for this user alone, with this process's id in its name; whoever makes it removes it.
+    """A new folder for this user alone, named by ``prefix`` and this process; whoever makes it removes it.
 
-    Those of processes that were killed are removed.
-
-    Args:
-        prefix: Of the name, such as ``slime-engine-``.
-        longest: Bytes of the path of the folder of temporary files, beyond which it is ``/tmp``: the path of a socket
-            has 107 at most.
+    Those of processes that were killed are removed. It is in ``/tmp`` where the path of the folder of temporary files
+    has more than ``longest`` bytes: that of a socket has 107 at most.
     """
     base = Path(tempfile.gettempdir())
     base = base if len(str(base)) <= longest else Path("/tmp")

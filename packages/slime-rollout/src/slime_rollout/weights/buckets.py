@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import ctypes
-import dataclasses
 import datetime
 import io
 import socket
@@ -31,6 +30,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from slime_core.errors import ConfigError
 from slime_core.interfaces import NamedTensors
 from slime_rollout.engine import WeightSyncError
+from slime_rollout.engine.transports import AUTO
 from slime_rollout.http import HttpError, call
 from slime_rollout.threads import start_call
 from slime_rollout.weights.channel import GIVE_UP_SECONDS, LAST_WORD_SECONDS, EngineChannel
@@ -48,18 +48,14 @@ _THREAD = "weight-sync"
 _DEVICES = {"nccl": "cuda", "gloo": "cpu"}
 
 
-@dataclasses.dataclass
 class TensorWeightChannel(EngineChannel):
     """Sends tensors to engines on this machine through shared memory (SGLang's ``update_weights_from_tensor``).
 
-    Every rank of an engine reads the same full tensors and takes its part. With ``cuda_ipc`` tensors stay on their GPU,
-    and engines get the address there. They must see the same GPUs, as with ``--colocate``. Not run on CUDA yet.
+    Every rank of an engine reads the same full tensors and takes its part. With ``colocate`` tensors stay on their GPU,
+    and engines, which must see the same GPUs, get the address there (CUDA IPC). Not run on CUDA yet.
     """
 
-    cuda_ipc: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _prepare(self) -> None:
         self._buffer: torch.Tensor | None = None
 
     def close(self) -> None:
@@ -90,7 +86,7 @@ class TensorWeightChannel(EngineChannel):
 
     def _load(self, flat: torch.Tensor, metadata: list[types.SimpleNamespace]) -> None:
         # A handle is one reference, which its reader releases: each rank of each engine needs its own.
-        handles = {url: [_handle(flat, metadata) for _ in range(self.tp_size)] for url in self.engine_urls}
+        handles = {url: [_handle(flat, metadata) for _ in range(self.spec.tp_size)] for url in self.spec.engine_urls}
 
         def load(url: str) -> None:
             payload = {"serialized_named_tensors": handles[url], "load_format": "flattened_bucket"}
@@ -99,7 +95,7 @@ class TensorWeightChannel(EngineChannel):
         self._on_all(load)
 
     def _stays(self, tensor: torch.Tensor) -> bool:
-        return self.cuda_ipc and tensor.is_cuda
+        return self.spec.colocate and tensor.is_cuda
 
     def _end(self) -> dict[str, str]:
         checksums = super()._end()
@@ -173,18 +169,17 @@ def _file_system_sharing() -> Iterator[None]:
         torch.multiprocessing.set_sharing_strategy(before)  # type: ignore[no-untyped-call]
 
 
-@dataclasses.dataclass
 class DistributedWeightChannel(EngineChannel):
     """Broadcasts tensors to engines (SGLang's ``update_weights_from_distributed``), each bucket as one flat tensor.
 
     The group is made by the first :meth:`begin` and kept until :meth:`close`. After an error it is dropped, and the
-    next :meth:`begin` makes another. The backend ``nccl`` was not run yet: it needs GPUs.
+    next :meth:`begin` makes another. The backend is the transport, gloo where that is left open. The backend ``nccl``
+    was not run yet: it needs GPUs.
     """
 
-    backend: str = "gloo"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _prepare(self) -> None:
+        chosen = self._sync.update_weight_transport
+        self.backend = "gloo" if chosen == AUTO else chosen
         if self.backend not in _DEVICES:
             raise ConfigError(f"backend {self.backend} is unknown; allowed: {', '.join(_DEVICES)}")
         if self.backend == "nccl" and not torch.cuda.is_available():
@@ -205,7 +200,7 @@ class DistributedWeightChannel(EngineChannel):
         def destroy(url: str) -> None:
             with contextlib.suppress(HttpError):
                 payload = {"group_name": group.name}
-                call("POST", f"{url}/destroy_weights_update_group", payload, key=self.key, timeout=GIVE_UP_SECONDS)
+                call("POST", f"{url}/destroy_weights_update_group", payload, key=self.spec.key, timeout=GIVE_UP_SECONDS)
 
         group.leave()
         self._on_all(destroy)
@@ -217,8 +212,9 @@ class DistributedWeightChannel(EngineChannel):
             self._join()
 
     def _join(self) -> None:
-        address, world_size = local_address(self.engine_urls[0]), 1 + self.tp_size * len(self.engine_urls)
-        limit = min(JOIN_TIMEOUT_SECONDS, self.timeout)
+        urls, tp_size = self.spec.engine_urls, self.spec.tp_size
+        address, world_size = local_address(urls[0]), 1 + tp_size * len(urls)
+        limit = min(JOIN_TIMEOUT_SECONDS, self._sync.update_request_timeout)
         # Should joining fail, engines that did join have to leave it.
         self._group = group = BroadcastGroup(f"slime-{uuid.uuid4().hex}", address, world_size, self.backend, limit)
 
@@ -226,7 +222,7 @@ class DistributedWeightChannel(EngineChannel):
             payload = {
                 "master_address": address,
                 "master_port": group.port,
-                "rank_offset": 1 + self.engine_urls.index(url) * self.tp_size,
+                "rank_offset": 1 + urls.index(url) * tp_size,
                 "world_size": world_size,
                 "group_name": group.name,
                 "backend": self.backend,
@@ -235,7 +231,7 @@ class DistributedWeightChannel(EngineChannel):
 
         self._while_engines(invite, group.join, limit)
         group.stop_listening()
-        group.timeout = datetime.timedelta(seconds=self.timeout)
+        group.timeout = datetime.timedelta(seconds=self._sync.update_request_timeout)
 
     def _send(self, bucket: NamedTensors) -> int:
         group = self._group
@@ -254,7 +250,7 @@ class DistributedWeightChannel(EngineChannel):
         self._while_engines(
             lambda url: self._post(url, "/update_weights_from_distributed", payload),
             lambda: group.broadcast(flat),
-            self.timeout,
+            self._sync.update_request_timeout,
         )
         return flat.nbytes
 
@@ -273,7 +269,7 @@ class DistributedWeightChannel(EngineChannel):
 
         Both run in daemon threads: if an engine refuses, the action waits for it in vain, until the group's time limit.
         """
-        asked = {url: start_call(_THREAD, ask, url) for url in self.engine_urls}
+        asked = {url: start_call(_THREAD, ask, url) for url in self.spec.engine_urls}
         ours = start_call(_THREAD, act)
         done, pending = wait([*asked.values(), ours], timeout, FIRST_EXCEPTION)
         if ours in done and ours.exception() is not None:  # which engine it was, its own connection says

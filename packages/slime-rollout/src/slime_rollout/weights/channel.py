@@ -1,12 +1,12 @@
-"""What all weight channels have in common: one update after the other, each complete or not applied at all."""
+"""The base of all weight channels: one update after the other, each complete or not applied at all."""
 
 from __future__ import annotations
 
 import abc
 import concurrent.futures
 import contextlib
-import dataclasses
 import logging
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from slime_core.interfaces import NamedTensors
 from slime_core.types import WeightUpdate
 from slime_rollout.engine import WeightSyncError
-from slime_rollout.engine.config import REQUEST_TIMEOUT_SECONDS
+from slime_rollout.engine.channels import ChannelSpec
+from slime_rollout.engine.transports import REQUEST_TIMEOUT_SECONDS, WeightSyncConfig
 from slime_rollout.http import INCOMPLETE, HttpError, call
 from slime_rollout.weights.checkpoint import CheckpointReader, is_safetensors
 from slime_rollout.weights.inspector import Gathered, check_engines, engine_checksums
@@ -27,42 +28,39 @@ LAST_WORD_SECONDS = 1.0
 Result = TypeVar("Result")
 
 
-@dataclasses.dataclass
 class EngineChannel(abc.ABC):
     """The sending end of a weight sync: ``begin``, ``send`` for each bucket, ``end``.
 
-    Picklable while no update is open; what is kept between updates stays behind. One update at a time. Each of the
-    three raises `WeightSyncError` if an engine refuses or is gone, files cannot be written, or they are out of order.
+    Made of a :class:`~slime_rollout.engine.channels.ChannelSpec`, which is all that is left of it when it is pickled;
+    no update may be open then. One update at a time. Each of the three raises `WeightSyncError` if an engine refuses or
+    is gone, files cannot be written, or they are out of order.
 
     While weights change, engines do not generate, and requests in flight stay where they are. With the pause mode
     ``retract`` the new weights recompute their KV cache; with ``in_place`` they keep the old one, and the cache of
-    prefixes stays, too: see :class:`~slime_rollout.generation_service.CacheNamespace`.
+    prefixes stays, too: see :class:`~slime_rollout.serving_engines.CacheNamespace`.
 
-    ``engine_urls`` are the engines themselves, not the router: it forwards no control requests. A request that may read
-    all weights, at an engine or a receiver, has ``load_timeout`` seconds, any other ``timeout``. With ``check`` what
-    engines hold is compared (:func:`~slime_rollout.weights.inspector.check_engines`). Engines were started with
-    ``hf_checkpoint``; if it is in safetensors, tensors must have its shapes: not every engine would survive another
-    one. Requests carry ``key``, if there is one.
+    A request that may read all weights, at an engine or a receiver, has ``update_weight_timeout`` seconds, any other
+    ``update_request_timeout``. With ``check_weight_update_equal`` what engines hold is compared
+    (:func:`~slime_rollout.weights.inspector.check_engines`).
     """
 
-    engine_urls: tuple[str, ...]
-    tp_size: int = 1
-    timeout: float = REQUEST_TIMEOUT_SECONDS
-    load_timeout: float = REQUEST_TIMEOUT_SECONDS
-    pause_mode: str = "retract"
-    check: bool = False
-    hf_checkpoint: str = ""
-    key: str | None = dataclasses.field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        self.engine_urls = tuple(url.rstrip("/") for url in self.engine_urls)
+    def __init__(self, spec: ChannelSpec | Sequence[str] = (), *former: Any, **named: Any) -> None:
+        if not isinstance(spec, ChannelSpec):
+            spec = former_spec(spec, *former, **named)
+        elif former or named:
+            raise TypeError(f"a weight channel takes a ChannelSpec alone, which has {', '.join(named) or 'the rest'}")
+        self.spec, self._sync = spec, spec.sync
         self._update: WeightUpdate | None = None
         self._paused = False
         self._sent: Gathered | None = None
         self._shapes: CheckpointReader | None = None
+        self._prepare()
 
-    def __reduce__(self) -> tuple[type[EngineChannel], tuple[Any, ...]]:
-        return type(self), tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+    def _prepare(self) -> None:  # noqa: B027 - most transports need nothing
+        """Check the spec, and begin with nothing kept."""
+
+    def __reduce__(self) -> tuple[type[EngineChannel], tuple[ChannelSpec]]:
+        return type(self), (self.spec,)
 
     def begin(self, update: WeightUpdate) -> None:
         """Open the update on every engine. Requests in flight continue after :meth:`end`."""
@@ -72,9 +70,11 @@ class EngineChannel(abc.ABC):
             )
         self._update, self._paused = update, False
         with self._giving_up_on_error():
-            self._sent = Gathered.for_engines(self.engine_urls, self.tp_size, key=self.key) if self.check else None
-            if self._shapes is None and is_safetensors(self.hf_checkpoint):
-                self._shapes = CheckpointReader(Path(self.hf_checkpoint))
+            spec, self._sent = self.spec, None
+            if self._sync.check_weight_update_equal:
+                self._sent = Gathered.for_engines(spec.engine_urls, spec.tp_size, key=spec.key)
+            if self._shapes is None and is_safetensors(spec.hf_checkpoint):
+                self._shapes = CheckpointReader(Path(spec.hf_checkpoint))
             self._begin()
 
     def send(self, bucket: NamedTensors) -> int:
@@ -101,7 +101,7 @@ class EngineChannel(abc.ABC):
             checksums = self._end()
             self._on_all(self._flush_cache)
             if self._sent is not None:
-                held = dict(zip(self.engine_urls, self._on_all(self._checksums), strict=True))
+                held = dict(zip(self.spec.engine_urls, self._on_all(self._checksums), strict=True))
                 check_engines(self._version, held, self._sent)
             self._on_all(self._confirm_version)
             self._on_all(lambda url: self._post(url, "/continue_generation", {}))
@@ -160,7 +160,7 @@ class EngineChannel(abc.ABC):
         The first error is raised, the others are logged. A `WeightSyncError` names all engines that did not respond:
         they can then be replaced together.
         """
-        urls = self.engine_urls if urls is None else urls
+        urls = self.spec.engine_urls if urls is None else urls
         with concurrent.futures.ThreadPoolExecutor(max(1, len(urls))) as pool:
             futures = [pool.submit(action, url) for url in urls]
         errors = [error for future in futures if (error := future.exception()) is not None]
@@ -175,8 +175,8 @@ class EngineChannel(abc.ABC):
     def _post(self, url: str, path: str, payload: dict[str, Any], *, is_long: bool = False) -> Any:
         """Send one request to one engine; ``is_long`` if it may take as long as reading all weights."""
         try:
-            timeout = max(self.timeout, self.load_timeout) if is_long else self.timeout
-            answer = call("POST", url + path, payload, key=self.key, timeout=timeout)
+            timeout = self._sync.update_weight_timeout if is_long else self._sync.update_request_timeout
+            answer = call("POST", url + path, payload, key=self.spec.key, timeout=timeout)
         except HttpError as error:
             raise self._error(str(error), url, (url,) if error.timed_out else ()) from error
         if isinstance(answer, dict) and answer.get("success") is False:
@@ -186,7 +186,7 @@ class EngineChannel(abc.ABC):
     def _pause(self) -> None:
         """Stop generating; requests in flight stay. If this process is killed, no engine reports a version."""
         self._paused = True
-        self._on_all(lambda url: self._post(url, "/pause_generation", {"mode": self.pause_mode}))
+        self._on_all(lambda url: self._post(url, "/pause_generation", {"mode": self._sync.update_weight_pause_mode}))
         self._on_all(lambda url: self._set_version(url, INCOMPLETE))
 
     def _set_version(self, url: str, version: str) -> None:
@@ -209,33 +209,55 @@ class EngineChannel(abc.ABC):
             self._post(url, "/flush_cache", {})
         except WeightSyncError as error:
             refused = isinstance(error.__cause__, HttpError) and error.__cause__.status == 400
-            if self.pause_mode == "retract" or not refused:
+            if self._sync.update_weight_pause_mode == "retract" or not refused:
                 raise
             logger.info("%s has requests running and keeps its cache", url)
 
     def _checksums(self, url: str) -> list[dict[str, str]]:
-        return engine_checksums(url, timeout=max(self.timeout, self.load_timeout), key=self.key)
+        return engine_checksums(url, timeout=self._sync.update_weight_timeout, key=self.spec.key)
 
     def _confirm_version(self, url: str) -> None:
         """Set the version and read it back."""
         version = str(self._version)
         self._set_version(url, version)
-        if (confirmed := engine_weight_version(url, self.key)) != version:
+        if (confirmed := engine_weight_version(url, self.spec.key)) != version:
             raise self._error(f"{url} says it has weight version {confirmed!r} after version {version!r} was sent", url)
 
     def _release(self, url: str) -> None:
         """After an error, leave the engine neither paused nor with an open update or a valid version."""
-        limit = min(GIVE_UP_SECONDS, self.timeout)
+        limit = min(GIVE_UP_SECONDS, self._sync.update_request_timeout)
         incomplete = {"new_version": INCOMPLETE, "abort_all_requests": False}
         for path, payload in (("/end_weight_update", {}), ("/update_weight_version", incomplete)):
             try:
-                call("POST", url + path, payload, key=self.key, timeout=limit)
+                call("POST", url + path, payload, key=self.spec.key, timeout=limit)
             except HttpError as error:
                 if error.timed_out:  # the next request would time out as well, and everybody waits
-                    limit = min(LAST_WORD_SECONDS, self.timeout)
+                    limit = min(LAST_WORD_SECONDS, self._sync.update_request_timeout)
                     break
         with contextlib.suppress(HttpError):
-            call("POST", f"{url}/continue_generation", {}, key=self.key, timeout=limit)
+            call("POST", f"{url}/continue_generation", {}, key=self.spec.key, timeout=limit)
+
+
+FORMER_ARGUMENTS = {
+    "pause_mode": "update_weight_pause_mode",
+    "check": "check_weight_update_equal",
+    "directory": "update_weight_disk_dir",
+    "keep_files": "update_weight_disk_keep_files",
+    "backend": "update_weight_transport",
+}
+
+
+def former_spec(urls: Any, /, tp_size: int = 1, *more: Any, **given: Any) -> ChannelSpec:
+    """The spec of a channel that is made as in earlier versions; it goes with the next release."""
+    text = "a weight channel now takes a ChannelSpec; its former arguments go with the next release"
+    if more:
+        raise TypeError(f"{text}; name those after tp_size")
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
+    # One limit now stands for both, where the longer one held for all that takes long.
+    limit = max(given.pop(name, REQUEST_TIMEOUT_SECONDS) for name in ("timeout", "load_timeout"))
+    sync = {now: given.pop(name) for name, now in FORMER_ARGUMENTS.items() if name in given}
+    given = {"engine_urls": urls, "colocate": given.pop("cuda_ipc", False), **given}
+    return ChannelSpec(sync=WeightSyncConfig(update_weight_timeout=limit, **sync), tp_size=tp_size, **given)
 
 
 def engine_weight_version(url: str, key: str | None = None) -> str:

@@ -113,7 +113,7 @@ class NewDirectory:
 
 
 class VersionInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a version says about itself."""
+    """A version's description of itself."""
 
     version: int
     checksums: dict[str, str]
@@ -219,7 +219,7 @@ def remove_others(versions: Iterable[Path], *kept: Path) -> None:
 
 
 def read_info(directory: Path) -> VersionInfo:
-    """What a version says about itself; an `IntegrityError` if that cannot be read."""
+    """A version's description of itself; an `IntegrityError` if that cannot be read."""
     path = directory / VERSION_FILE
     with reading(path):
         return read_record(path, read_bytes(path), VersionInfo, FORMAT_VERSION)

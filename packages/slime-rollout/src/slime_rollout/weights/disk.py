@@ -9,7 +9,6 @@ layer, counts as zeros. A receiver follows this chain (``base_version``, ``base`
 from __future__ import annotations
 
 import abc
-import dataclasses
 import functools
 import hashlib
 import hmac
@@ -68,26 +67,21 @@ _SPARSE = 8  # up to one in so many elements changed: only these are written
 _LEVEL = 1  # zstandard's; level 3 makes deltas no smaller and takes up to twice the time
 
 
-@dataclasses.dataclass
 class _FileChannel(EngineChannel):
     """Writes a directory while engines generate, and pauses them to load it."""
 
-    directory: str = ""
-    keep_files: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _prepare(self) -> None:
+        self._directory = Path(self._sync.update_weight_disk_dir or "")
         self._new: NewDirectory | None = None
 
     def close(self) -> None:
-        """Remove what an unfinished version has written. Confirmed versions stay."""
         if self._new is not None:
             self._new.discard()
         self._new = None
 
     def _begin(self) -> None:
-        self._on_all(lambda url: engine_weight_version(url, self.key))  # an engine that is gone is noticed now
-        self._new = self._start(Path(self.directory).absolute() / version_name(self._version))
+        self._on_all(lambda url: engine_weight_version(url, self.spec.key))  # an engine that is gone is noticed now
+        self._new = self._start(self._directory.absolute() / version_name(self._version))
 
     def _end(self) -> dict[str, str]:
         if self._new is None or not any(self._new.path.iterdir()):
@@ -113,7 +107,6 @@ class _FileChannel(EngineChannel):
         """Publish the version; returns what each engine loads, and checksums as :meth:`end`."""
 
 
-@dataclasses.dataclass
 class DiskWeightChannel(_FileChannel):
     """Writes ``weight_v000123/`` and has the engines load it (SGLang's ``update_weights_from_disk``).
 
@@ -123,7 +116,7 @@ class DiskWeightChannel(_FileChannel):
     """
 
     def _start(self, path: Path) -> NewDirectory:
-        self._writer = CheckpointWriter(path, Path(self.hf_checkpoint), self._version)
+        self._writer = CheckpointWriter(path, Path(self.spec.hf_checkpoint), self._version)
         return self._writer
 
     def _send(self, bucket: NamedTensors) -> int:
@@ -132,18 +125,18 @@ class DiskWeightChannel(_FileChannel):
 
     def _publish(self) -> tuple[dict[str, str], dict[str, str]]:
         path = self._writer.finish()
-        if self.check:
+        if self._sync.check_weight_update_equal:
             verify_checkpoint(path)
-        return dict.fromkeys(self.engine_urls, str(path)), {}
+        return dict.fromkeys(self.spec.engine_urls, str(path)), {}
 
     def _confirmed(self) -> None:
         super()._confirmed()
         path = self._writer.path
-        if not self.keep_files:  # the first checkpoint may be a version that another run left here
-            remove_others(written_versions(path.parent), path, Path(self.hf_checkpoint))
+        # The first checkpoint may be a version that another run left here.
+        if not self._sync.update_weight_disk_keep_files:
+            remove_others(written_versions(path.parent), path, Path(self.spec.hf_checkpoint))
 
 
-@dataclasses.dataclass
 class DeltaWeightChannel(_FileChannel):
     """Publishes ``weight_v000123/`` with what changed; receivers on the engines' machines apply it, and engines load.
 
@@ -157,12 +150,11 @@ class DeltaWeightChannel(_FileChannel):
     Receivers know the ``key`` by :func:`publish_key`.
     """
 
-    receivers: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if len(self.receivers) not in (1, len(self.engine_urls)):
-            raise WeightSyncError(f"{len(self.receivers)} receivers for {len(self.engine_urls)} engines; give one each")
+    def _prepare(self) -> None:
+        super()._prepare()
+        receivers, engines = len(self.spec.receivers), len(self.spec.engine_urls)
+        if receivers not in (1, engines):
+            raise WeightSyncError(f"{receivers} receivers for {engines} engines; give one each")
         self._has_published_key = False
         self._start_over()
 
@@ -181,7 +173,7 @@ class DeltaWeightChannel(_FileChannel):
         is_later = self._last_version is None or self._version > self._last_version
         if not is_later or self._chain_bytes > self._model_bytes():
             self._start_over()
-        self._first = CheckpointReader(Path(self.hf_checkpoint))
+        self._first = CheckpointReader(Path(self.spec.hf_checkpoint))
         self._writer = DeltaWriter(path)
         return self._writer
 
@@ -203,12 +195,12 @@ class DeltaWeightChannel(_FileChannel):
     def _publish(self) -> tuple[dict[str, str], dict[str, str]]:
         self._after = self._before | {name: delta.result for name, delta in self._writer.deltas.items()}
         self._writer.finish(self._version, self._last_version, self._before, self._after)
-        if self.key is not None and not self._has_published_key:
-            publish_key(Path(self.directory), self.key)
+        if self.spec.key is not None and not self._has_published_key:
+            publish_key(self._directory, self.spec.key)
             self._has_published_key = True
-        receivers = tuple(dict.fromkeys(self.receivers))
+        receivers = tuple(dict.fromkeys(self.spec.receivers))
         paths = dict(zip(receivers, self._on_all(self._pull, receivers), strict=True))
-        pairs = zip(self.engine_urls, itertools.cycle(self.receivers), strict=False)
+        pairs = zip(self.spec.engine_urls, itertools.cycle(self.spec.receivers), strict=False)
         return {engine: paths[receiver] for engine, receiver in pairs}, dict(self._after)
 
     def _pull(self, receiver: str) -> str:
@@ -230,7 +222,7 @@ class DeltaWeightChannel(_FileChannel):
         super()._confirmed()
         sent = sum(delta.size for delta in self._writer.deltas.values())
         logger.info("weight version %d: %d bytes of %d were sent", self._version, sent, self._model_bytes())
-        if self._last_version is None and not self.keep_files:
+        if self._last_version is None and not self._sync.update_weight_disk_keep_files:
             remove_others(published_versions(self._writer.path.parent), self._writer.path)
         self._chain_bytes += sent
         self._last_version, self._before = self._version, self._after
@@ -249,7 +241,7 @@ class TensorDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeltaIndex(msgspec.Struct, frozen=True, kw_only=True):
-    """What a published version says about itself."""
+    """A published version's description of itself."""
 
     version: int
     base_version: int | None  # that it was made from; `None` for the first checkpoint
@@ -353,7 +345,7 @@ def read_index(directory: Path, version: int) -> DeltaIndex:
 
 
 def first_tensor(first: CheckpointReader, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """What a tensor was in the checkpoint that everything began with, as the base of a delta."""
+    """A tensor of the checkpoint that everything began with, as the base of a delta."""
     return first.read(name).to(dtype) if name in first.names else torch.zeros(shape, dtype=dtype)
 
 
@@ -365,7 +357,7 @@ class _Stretch(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode_delta(base: torch.Tensor, new: torch.Tensor) -> bytes:
-    """What changed between two versions of a tensor, to the bit: MessagePack with a list of :class:`_Stretch`.
+    """The changes between two versions of a tensor, to the bit: MessagePack with a list of :class:`_Stretch`.
 
     An optimizer's small step moves a bf16 number to a neighbour: its low byte changes by 1 or so, its high byte rarely
     at all. So bytes are subtracted, and numbers' first, second … bytes lie side by side, which then pack well.

@@ -14,6 +14,7 @@ import torch
 from slime_core.interfaces import NamedTensors
 from slime_core.types import WeightUpdate
 from slime_rollout.engine import WeightSyncError
+from slime_rollout.engine.channels import ChannelSpec
 from slime_rollout.http import HttpError, call
 from slime_rollout.weights.checkpoint import some, tensor_bytes
 from slime_rollout.weights.gpu_checksum import GpuChecksum
@@ -36,22 +37,20 @@ Held = Mapping[str, Sequence[Mapping[str, str]]]
 """For each engine, and each of its ranks: checksums by the engine's own names."""
 
 
-@dataclasses.dataclass
 class WeightInspector:
     """A weight channel that sends nothing: :meth:`end` compares what is gathered with what engines hold."""
 
-    engine_urls: Sequence[str]
-    tp_size: int
-    timeout: float
-    key: str | None = None
+    def __init__(self, spec: ChannelSpec) -> None:
+        self.spec = spec
 
     def begin(self, update: WeightUpdate) -> None:
         """Ask engines for their type and checksums."""
-        self._version = update.version
-        with ThreadPoolExecutor(max(1, len(self.engine_urls))) as pool:
-            found = pool.map(lambda url: engine_checksums(url, timeout=self.timeout, key=self.key), self.engine_urls)
-            self._held = dict(zip(self.engine_urls, found, strict=True))
-        self._gathered = Gathered.for_engines(self.engine_urls, self.tp_size, key=self.key)
+        self._version, urls, key = update.version, self.spec.engine_urls, self.spec.key
+        limit = self.spec.sync.update_weight_timeout
+        with ThreadPoolExecutor(max(1, len(urls))) as pool:
+            found = pool.map(lambda url: engine_checksums(url, timeout=limit, key=key), urls)
+            self._held = dict(zip(urls, found, strict=True))
+        self._gathered = Gathered.for_engines(urls, self.spec.tp_size, key=key)
 
     def send(self, bucket: NamedTensors) -> int:
         """Compute checksums of tensors; nothing is sent."""
@@ -153,7 +152,7 @@ class Gathered:
                 digests.setdefault((rank, f"{kind} {dtype}"), self._new()).update(part)
 
     def _parts(self, name: str, tensor: torch.Tensor) -> list[tuple[tuple[int, str], torch.Tensor]]:
-        """What ranks may hold of a tensor, by the rank and how it is split."""
+        """Parts that ranks may hold of a tensor, by the rank and how it is split."""
         found = [((-1, "whole"), tensor)]
         if name.endswith(_PADDED) and len(tensor) % _PADDED_ROWS:
             rows = tensor.new_zeros(-len(tensor) % _PADDED_ROWS, *tensor.shape[1:])
@@ -194,7 +193,7 @@ def engine_place(name: str) -> tuple[str, int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Differences:
-    """What engines hold otherwise than expected; as text it says so, and is empty if that is nothing.
+    """Weights that engines hold otherwise than expected; without any, its text is empty.
 
     Attributes:
         compared: Names of the weights that were compared.
@@ -238,12 +237,9 @@ def find_wrong(held: Held, expected: Sequence[Mapping[str, set[str]]] | None) ->
 
 
 def check_engines(version: int, held: Held, gathered: Gathered) -> None:
-    """Compare what all engines hold with what was sent, as far as their checksums say, and with each other.
+    """Compare what engines hold with what was sent, and with each other; a `WeightSyncError` names what differs.
 
     What may only be laid out otherwise, and what cannot be compared with what was sent, is a warning.
-
-    Raises:
-        WeightSyncError: An engine holds something else.
     """
     if not held:
         return

@@ -34,14 +34,7 @@ from slime_rollout.weights.checkpoint import (
     version_name,
     written_versions,
 )
-from slime_rollout.weights.disk import (
-    KEY_FILE,
-    DeltaIndex,
-    apply_delta,
-    first_tensor,
-    is_published_key,
-    read_index,
-)
+from slime_rollout.weights.disk import KEY_FILE, DeltaIndex, apply_delta, first_tensor, is_published_key, read_index
 
 READ_SECONDS = 30.0
 FILE_BYTES = 2**29
@@ -111,7 +104,7 @@ class LocalCheckpoint:
         return max(found, key=lambda local: -1 if local.version is None else local.version)
 
     def _steps(self, version: int, local: LocalVersion) -> tuple[LocalVersion, list[DeltaIndex]]:
-        """What to start from, and the deltas to apply to it, oldest first."""
+        """The version to start from, and the deltas to apply to it, oldest first."""
         steps = [read_index(self._source, version)]
         if local.is_version(version, steps[0].result):
             return local, []
@@ -242,7 +235,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return not self._key or (kind == "Bearer" and hmac.compare_digest(given.encode(), self._key.encode()))
 
     def do_POST(self) -> None:
-        """Respond to ``/pull``."""
         if not self._is_allowed():
             message = f"give the run the key that the receiver has as {API_KEY}, as --sglang-api-key"
             if self._key is None:

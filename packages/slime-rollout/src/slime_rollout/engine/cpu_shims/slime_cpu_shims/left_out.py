@@ -120,7 +120,7 @@ class LeaveOut(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         """A module that is left out, or one of those below it."""
         if name == "torch":
-            return _then(name, _leave_functions_as_they_are, self)
+            return after(name, None, self._leave_functions_as_they_are)
         for row in FEATURES:
             if name == row.module or name.startswith(f"{row.module}."):
                 return importlib.machinery.ModuleSpec(name, _Loader(), is_package=True) if self._applies(row) else None
@@ -134,14 +134,7 @@ class LeaveOut(importlib.abc.MetaPathFinder):
                 self._rows[row.module] = tested and not (row.unless and importlib.util.find_spec(row.unless))
         return self._rows.get(row.module, False)
 
-
-def _leave_functions_as_they_are(torch, finder):
-    """`torch.compile` itself imports the compiler, even where TORCHDYNAMO_DISABLE=1 has it do nothing."""
-    if finder._applies(FEATURES[0]):
-        torch.compile = lambda model=None, **_options: _as_it_is if model is None else model
-
-
-def _then(name, change, *args):
-    """The spec of an installed module that ``change(module, *args)`` follows when it was executed."""
-    spec = importlib.machinery.PathFinder.find_spec(name, None)
-    return None if spec is None or spec.loader is None else after(spec, lambda module: change(module, *args))
+    def _leave_functions_as_they_are(self, torch):
+        """`torch.compile` itself imports the compiler, even where TORCHDYNAMO_DISABLE=1 has it do nothing."""
+        if self._applies(FEATURES[0]):
+            torch.compile = lambda model=None, **_options: _as_it_is if model is None else model

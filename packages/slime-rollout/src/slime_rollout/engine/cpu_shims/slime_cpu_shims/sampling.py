@@ -75,10 +75,10 @@ def _draw(weights, seed, positions, log_probs_at):
         row, column = _near_largest(weights[part], hashed)
         found.append((row + start, column, hashed[row, column]))
     row, column, hashed = (torch.cat(each) for each in zip(*found, strict=True))
-    score = _gumbel(hashed) + log_probs_at(row, column)
+    noisy = _gumbel(hashed) + log_probs_at(row, column)
     shape = weights.shape[:1]
-    largest = torch.full(shape, -torch.inf, dtype=torch.float64).scatter_reduce_(0, row, score, "amax")
-    ties = column.where(score == largest[row], weights.shape[1] - 1)
+    largest = torch.full(shape, -torch.inf, dtype=torch.float64).scatter_reduce_(0, row, noisy, "amax")
+    ties = column.where(noisy == largest[row], weights.shape[1] - 1)
     return torch.full(shape, weights.shape[1] - 1).scatter_reduce_(0, row, ties, "amin")[:, None]
 
 
@@ -86,7 +86,7 @@ def _near_largest(weights, hashed):
     """Rows and columns where w / -log u, in float32, is at least a quarter of a row's largest.
 
     The margin leaves room for what float32 gets wrong. Counted down from one, u = 1 - t, it is exact to a few last bits
-    but where u is near zero. There -log u is at most 22.2, and is taken as 11.09 from 2⁻¹⁶ on: that makes a score up to
+    but where u is near zero. There -log u is at most 22.2, and is taken as 11.09 from 2⁻¹⁶ on: that makes a sum up to
     twice as large. (The hash 0, one in 2³², is worse off.)
     """
     t = hashed.view(torch.int32).bitwise_not().view(torch.uint32).to(torch.float32)

@@ -24,10 +24,7 @@ class Remember(importlib.abc.MetaPathFinder):
 
     def find_spec(self, name, path=None, target=None):
         """Finds transformers' module with that function, as it is."""
-        if name != MODULE:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        return None if spec is None or spec.loader is None else after(spec, _remember)
+        return after(name, path, _remember) if name == MODULE else None
 
 
 def _remember(module):
@@ -50,7 +47,7 @@ def _remember(module):
 
 
 def _stored(path, read):
-    """What is in the cache, or else what ``read`` finds, which is kept; in a form for JSON."""
+    """The cache's content, or else what ``read`` finds, which is kept; in a form for JSON."""
     file = _file(path)
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # also JSON of something else
         stored = json.loads(file.read_bytes())
@@ -92,14 +89,16 @@ def _decode(rows):
     }
 
 
-def after(spec, change):
-    """``spec``, with ``change(module)`` called once the module was executed."""
-    loader = spec.loader
-    execute = loader.exec_module
+def after(name, path, change):
+    """The spec of an installed module, with ``change(module)`` called once it was executed; ``None`` without one."""
+    spec = importlib.machinery.PathFinder.find_spec(name, path)
+    if spec is None or spec.loader is None:
+        return None
+    execute = spec.loader.exec_module
 
     def exec_module(module):
         execute(module)
         change(module)
 
-    loader.exec_module = exec_module
+    spec.loader.exec_module = exec_module
     return spec

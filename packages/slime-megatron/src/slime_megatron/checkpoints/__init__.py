@@ -1,0 +1,1 @@
+"""Checkpoints: found, read and written together with the other ranks."""

@@ -1,0 +1,1 @@
+"""Megatron's own GPTModel, on packed rows."""

@@ -1,0 +1,1 @@
+"""The device of a rank, and how ranks talk to each other."""

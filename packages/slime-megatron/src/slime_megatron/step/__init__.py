@@ -1,0 +1,1 @@
+"""A train step: micro-batches, losses, gradients, the optimizer."""

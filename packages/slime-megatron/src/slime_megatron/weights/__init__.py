@@ -1,0 +1,1 @@
+"""Weights that leave the model: to the engines, to host memory, as sums."""
