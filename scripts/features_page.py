@@ -140,7 +140,7 @@ def stand_ins() -> Iterator[None]:
     )  # takes seconds, and tested there
     asked_once = patch.object(python, "importable_in", functools.cache(importable_in))
     on_gpus = patch.object(server, "engine_device", lambda: "cuda")
-    uncounted = patch.object(preflight, "measure", lambda settings, shape: Measured())  # that needs a tokenizer
+    uncounted = patch.object(preflight, "measure", lambda kind, rollout, context: Measured())  # needs a tokenizer
     temporary = tempfile.TemporaryDirectory(prefix="slime-features-")
     with temporary as directory, contextlib.chdir(directory), asked_once, on_gpus, asks_megatron, uncounted:
         write_files(Path())
