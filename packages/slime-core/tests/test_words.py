@@ -1,6 +1,6 @@
 import pytest
 
-from slime_core.words import MOST_CHARACTERS, counted, did_you_mean, duration, shortened
+from slime_core.words import MOST_CHARACTERS, counted, did_you_mean, duration, either, shortened
 
 
 @pytest.mark.parametrize(("number", "words"), [(0, "0 steps"), (1, "1 step"), (2, "2 steps"), (2000, "2,000 steps")])
@@ -43,3 +43,7 @@ def test_the_middle_of_a_very_long_line_is_left_out():
     first, second = shortened(f"a line\n{long}").splitlines()
     assert first == "a line" and len(second) == MOST_CHARACTERS + 3
     assert second.startswith("the name xx") and "x … x" in second and second.endswith("is unknown; correct it")
+
+
+def test_one_of_several_names_is_said_with_or():
+    assert [either(names) for names in (["a"], ["a", "b"], ("a", "b", "c"))] == ["a", "a or b", "a, b or c"]

@@ -13,6 +13,7 @@ from typing import Literal, TypeVar
 
 from slime_core.errors import ConfigError
 from slime_core.needs import Need, given
+from slime_core.words import either
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +180,7 @@ def losses_in_words() -> str:
     help_on: dict[str, list[str]] = {"samples": [], "conversations": [], "pairs": [], "custom": []}
     for row in LOSSES.values():
         help_on["custom" if row.is_custom else row.trains_on].append(row.help)
-    samples, conversations, pairs, custom = map(" or ".join, help_on.values())
+    samples, conversations, pairs, custom = map(either, help_on.values())
     return (
         f"{samples} on generated samples; on rows of --prompt-data, {conversations}, {pairs} of preference pairs; "
         f"or {custom}"

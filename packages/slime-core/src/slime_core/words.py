@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 _LEAST_SECONDS = 0.05  # less would be shown as 0.0
 MOST_CHARACTERS = 10_000
@@ -31,8 +31,14 @@ def duration(seconds: float) -> str:
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """``did you mean a, b or c?``, of what is most like ``name``; empty if nothing is."""
-    *others, last = suggestions(name, known) or [""]
-    return f"did you mean {', '.join(others)}{' or ' if others else ''}{last}?" if last else ""
+    found = suggestions(name, known)
+    return f"did you mean {either(found)}?" if found else ""
+
+
+def either(names: Sequence[str]) -> str:
+    """``a``, ``a or b``, ``a, b or c``: one of these names; there has to be one."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def suggestions(name: str, known: Collection[str]) -> list[str]:
