@@ -19,7 +19,6 @@ class Feature(NamedTuple):
     """A module that is left out, with all below it.
 
     Attributes:
-        module: Its name.
         release: Package, and how the versions begin that this was tested with.
         why: What it is for, and why an engine here does without.
         unless: A package that brings the feature: where it is installed, the module is imported as it is.
