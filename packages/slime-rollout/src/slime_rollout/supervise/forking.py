@@ -121,9 +121,9 @@ class Template:
             with connection, contextlib.suppress(OSError, ValueError):  # of a starter that is gone
                 request = receive(connection, files)
                 if refused := self.problem(request):
-                    answer(connection, {"refused": refused})
+                    connection.sendall(json.dumps({"refused": refused}).encode())
                 elif pid := os.fork():
-                    answer(connection, {"pid": pid})
+                    connection.sendall(json.dumps({"pid": pid}).encode())
                 else:
                     listener.close()
                     connection.close()
@@ -186,11 +186,6 @@ def check_user(connection: socket.socket) -> None:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     if CREDENTIALS.unpack(credentials)[1] != os.getuid():
         raise ValueError("the other side is another user's process")
-
-
-def answer(connection: socket.socket, said: dict[str, Any]) -> None:
-    """Answer a request."""
-    connection.sendall(json.dumps(said).encode())
 
 
 def run(command: list[str]) -> None:
