@@ -63,7 +63,6 @@ class EngineSpec:
         bootstrap_port: Port where a prefill engine hands over to decode engines.
         encoder_urls: Encoders that this engine sends images to.
         memory_saver: Whether it will be asked to give its memory back, which on CUDA SGLang must know at its start.
-        host: Address that it listens on.
         nodes: Number of nodes that it runs on, each with as many of its GPUs; it is reached on the first of them.
         node_rank: Which of these nodes this process is for.
         meeting_point: ``HOST:PORT`` on the first node, where the processes of several nodes meet.
