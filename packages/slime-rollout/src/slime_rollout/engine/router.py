@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 from slime_rollout.engine import EngineDiedError, EngineStartError, PortInUseError
 from slime_rollout.engine.addresses import address, check_port_free
 from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.router_flags import router_words
-from slime_rollout.engine.server import ServingProcess, answers, key_environment, module_words
+from slime_rollout.engine.server import ServingProcess, answers, flag_words, key_environment, module_words
 from slime_rollout.engine.with_key import KEY
 from slime_rollout.http import HttpError, call
 from slime_rollout.supervise import Supervised
@@ -76,7 +75,7 @@ def router_command(config: EngineConfig, *, port: int, prometheus_port: int, dis
     if config.router_policy == "manual":
         # A new session goes to the engine with the fewest requests in flight, and stays there.
         flags["assignment-mode"] = "min_group"
-    arguments = router_words(flags | dict(config.router_args))
+    arguments = flag_words(flags | dict(config.router_args))
     arguments += ["--pd-disaggregation"] if disaggregated else []
     if config.router_policy in POLICIES_WITHOUT_FLAG:
         return [sys.executable, "-P", "-c", _WITH_POLICY, config.router_policy, *arguments]

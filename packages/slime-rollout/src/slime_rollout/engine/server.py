@@ -126,12 +126,8 @@ def server_command(config: EngineConfig, spec: EngineSpec) -> list[str]:
     if spec.meeting_point is not None:
         flags |= {"nnodes": str(spec.nodes), "node-rank": str(spec.node_rank), "dist-init-addr": spec.meeting_point}
     flags |= {**dict.fromkeys(config.sglang_off, False), **config.sglang_args, **spec.sglang_args}
-    command = [config.python, *module_words("sglang.launch_server", config.key)]
-    for name, value in flags.items():
-        if value is not False and name != API_KEY:
-            values = value if isinstance(value, tuple) else () if value is True else (value,)
-            command += [f"--{name}", *values]
-    return command
+    given = {name: value for name, value in flags.items() if value is not False and name != API_KEY}
+    return [config.python, *module_words("sglang.launch_server", config.key), *flag_words(given)]
 
 
 def module_words(module: str, key: str | None) -> list[str]:
@@ -140,6 +136,15 @@ def module_words(module: str, key: str | None) -> list[str]:
     No module of the working folder is imported by it.
     """
     return ["-P", "-m", module] if key is None else ["-P", with_key.__file__, module]
+
+
+def flag_words(flags: Mapping[str, object]) -> list[str]:
+    """Values of a server's flags, by their names without dashes, as words of its command line."""
+    words = []
+    for name, value in flags.items():
+        values = [] if value is True else list(value) if isinstance(value, tuple) else [value]
+        words += [f"--{name}", *map(str, values)]
+    return words
 
 
 def key_environment(key: str | None) -> dict[str, str]:
