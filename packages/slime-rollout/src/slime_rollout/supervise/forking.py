@@ -78,21 +78,16 @@ class ForkedCommand(BaseException):
 
 
 class Template:
-    """The process that is forked.
-
-    Attributes:
-        environment: Variables that this process was started with.
-        imported: Those that its imports have set.
-        name: Names a process after the words of a command.
-    """
+    """The process that is forked."""
 
     def __init__(self, prepare: str) -> None:
-        self.environment = dict(os.environ)
+        self.environment = dict(os.environ)  # that it was started with
         gc.disable()  # collecting garbage takes a fifth of the imports' time, and they make none
         names: dict[str, Any] = {}
         exec(compile(prepare, "<prepare>", "exec"), names)
+        # Variables that its imports have set.
         self.imported = {name: value for name, value in os.environ.items() if self.environment.get(name) != value}
-        self.name: Callable[[str], None] = names.get("setproctitle", lambda _title: None)
+        self.name: Callable[[str], None] = names.get("setproctitle", lambda _title: None)  # names a process
         gc.freeze()
         gc.enable()
 
