@@ -36,9 +36,9 @@ TORCH_MEMORY = "torch"
 class Process:
     """One process, distinct from a later one with the same pid.
 
-    ``start_time`` is in clock ticks after boot. All others are from when it was looked at; it is alive if any of its
-    threads is. The kernel calls a process whose first thread has ended a zombie, but the other threads may
-    run on for ever, and those of a killed process take a moment to end.
+    ``start_time`` is in clock ticks after boot. ``parent``, ``alive`` and ``stopped`` are from when it was looked at;
+    it is alive if any of its threads is. The kernel calls a process whose first thread has ended a zombie, but the
+    other threads may run on for ever, and those of a killed process take a moment to end.
     """
 
     pid: int
