@@ -59,9 +59,10 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join(f"{name:<24} {first_line(path)}" for name, path in known.items()))
         return 0
     if not args.inside:
-        from slime_rollout.supervise import run_under_supervisor
+        from slime_rollout.supervise import under_supervisor
 
-        return run_under_supervisor([sys.executable, __file__, "--inside", *argv], grace=STOP_SECONDS)
+        with under_supervisor([sys.executable, __file__, "--inside", *argv], grace=STOP_SECONDS) as wait:
+            return wait()
     names = args.names or list(known)
     if len(names) > 1:
         flags = [word for word in argv if word.startswith("--")]

@@ -55,9 +55,10 @@ def main(argv: Sequence[str]) -> int:
     args, _ = parse(argv)
     if args.inside:
         return inside(argv)
-    from slime_rollout.supervise import run_under_supervisor
+    from slime_rollout.supervise import under_supervisor
 
-    return run_under_supervisor([sys.executable, __file__, "--inside", *argv], grace=STOP_SECONDS)
+    with under_supervisor([sys.executable, __file__, "--inside", *argv], grace=STOP_SECONDS) as wait:
+        return wait()
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -93,10 +93,8 @@ class HttpError(SlimeError):
     """A request without a good answer.
 
     Attributes:
-        url: Where it went.
         status: HTTP status, or ``None`` if there was no answer.
         body: The answer's text, or the cause if there was no answer.
-        timed_out: Whether the time limit was reached.
         retry_after: Seconds that the server asks to wait; 0 if it does not ask.
         may_run: Whether the server may still work on the request.
         untrusted: Whether the server's certificate was refused, before anything was sent.
@@ -228,7 +226,7 @@ async def exchange(
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
             is_connecting = isinstance(error, aiohttp.ConnectionTimeoutError | aiohttp.ClientConnectorError)
             is_late = isinstance(error, TimeoutError)
-            cause = _late(session) if is_late else _reason(error)
+            cause = _reason(error, session)
             untrusted = isinstance(error, aiohttp.ClientConnectorCertificateError)
             raise HttpError(
                 method, url, None, cause, timed_out=is_late, taken=not is_connecting, untrusted=untrusted
@@ -359,7 +357,11 @@ class Service:
         ``most`` is the largest answer that is read, in bytes.
         """
         async with self._kept_session() as session, self._turns:
-            return await request(session, "POST", self.url, _dump(payload), self._retries, most=most)
+            try:
+                body = orjson.dumps(payload)
+            except orjson.JSONEncodeError:  # half a surrogate pair, which a model may write
+                body = json.dumps(payload).encode()
+            return await request(session, "POST", self.url, body, self._retries, most=most)
 
     @contextlib.asynccontextmanager
     async def _kept_session(self) -> AsyncIterator[aiohttp.ClientSession]:
@@ -405,14 +407,12 @@ def retry_after_seconds(value: str | None, *, now: float | None = None) -> float
     return max(0.0, moment - (time.time() if now is None else now))
 
 
-def _late(session: aiohttp.ClientSession) -> str:
-    total = session.timeout.total
-    return f"no connection within {_CONNECT_SECONDS:g} s" if total is None else f"time limit of {total:g} s"
-
-
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, session: aiohttp.ClientSession) -> str:
     import aiohttp
 
+    if isinstance(error, TimeoutError):
+        total = session.timeout.total
+        return f"no connection within {_CONNECT_SECONDS:g} s" if total is None else f"time limit of {total:g} s"
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         return (
             f"its certificate is refused ({error.certificate_error}); if an authority of your own signed it, set "
@@ -422,10 +422,3 @@ def _reason(error: Exception) -> str:
         return f"{type(error).__name__}: {error}"
     number = error.os_error.errno or 0
     return f"no connection ({os.strerror(number) if number > 0 else error.os_error})"
-
-
-def _dump(payload: Any) -> bytes:
-    try:
-        return orjson.dumps(payload)
-    except orjson.JSONEncodeError:  # half a surrogate pair, which a model may write
-        return json.dumps(payload).encode()

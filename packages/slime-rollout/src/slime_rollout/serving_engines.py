@@ -8,6 +8,7 @@ import functools
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime_core.errors import SlimeError
@@ -305,9 +306,7 @@ def start_receiver(spec: GenerationSpec) -> DeltaReceiver | None:
     row = spec.engine.transport
     if row is None or row.receiver is None or not spec.engine.receives_here:
         return None
-    from slime_rollout.engine.transports import load
-
-    receiver: DeltaReceiver = load(row.receiver)(
+    receiver: DeltaReceiver = resolve_name(row.receiver)(
         directory=str(spec.engine.update_weight_local_checkpoint_dir),
         hf_checkpoint=spec.rollout.data.hf_checkpoint,
         source=str(spec.engine.update_weight_disk_dir),

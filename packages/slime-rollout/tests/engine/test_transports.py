@@ -1,5 +1,7 @@
 """Rows of weight transports: each loads what it names, and one of a single mode is chosen like any other."""
 
+from pkgutil import resolve_name
+
 import pytest
 
 from slime_core.errors import ConfigError
@@ -8,7 +10,7 @@ from slime_core.interfaces import WeightChannel
 from slime_rollout.engine import transports as table
 from slime_rollout.engine.channels import ChannelSpec
 from slime_rollout.engine.config import API_KEY, EngineConfig
-from slime_rollout.engine.transports import MODES, TRANSPORTS, Route, WeightSyncConfig, chosen_of, load, refusal
+from slime_rollout.engine.transports import MODES, TRANSPORTS, Route, WeightSyncConfig, chosen_of, refusal
 
 ROUTE = Route(engines=2, within_node=True, cuda=False, shared=False)
 DELTA = {"update_weight_mode": "delta", "update_weight_local_checkpoint_dir": "l", "update_weight_disk_dir": "d"}
@@ -16,8 +18,8 @@ DELTA = {"update_weight_mode": "delta", "update_weight_local_checkpoint_dir": "l
 
 @pytest.mark.parametrize("row", TRANSPORTS, ids=lambda row: f"{row.name}-{row.mode}")
 def test_a_row_names_classes_that_are_there(row):
-    assert issubclass(load(row.channel), WeightChannel)
-    assert row.receiver is None or callable(load(row.receiver).stop)
+    assert issubclass(resolve_name(row.channel), WeightChannel)
+    assert row.receiver is None or callable(resolve_name(row.receiver).stop)
 
 
 def test_a_transport_without_whole_tensors_is_chosen_and_asked_for_its_mode(monkeypatch):

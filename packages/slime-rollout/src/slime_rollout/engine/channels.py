@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import urllib.parse
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pkgutil import resolve_name
 
 from slime_core.interfaces import WeightChannel
 from slime_rollout.engine import WeightSyncError
 from slime_rollout.engine.addresses import is_this_machine
 from slime_rollout.engine.sglang_flags import engine_device
-from slime_rollout.engine.transports import Route, WeightSyncConfig, chosen_of, load, names, transports
+from slime_rollout.engine.transports import Route, WeightSyncConfig, chosen_of, names, transports
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +20,6 @@ class ChannelSpec:
 
     Attributes:
         engine_urls: The engines themselves, not the router, which forwards no control requests.
-        sync: The flags of weight updates.
         tp_size: Tensor parallel size of each engine.
         hf_checkpoint: The checkpoint that engines were started with. If it is in safetensors, tensors must have its
             shapes: not every engine would survive another one.
@@ -43,7 +43,7 @@ class ChannelSpec:
 
     def inspector(self) -> WeightChannel:
         """The channel that compares the engines' weights with those that it is given, and sends nothing."""
-        channel: WeightChannel = load("slime_rollout.weights.inspector:WeightInspector")(self)
+        channel: WeightChannel = resolve_name("slime_rollout.weights.inspector:WeightInspector")(self)
         return channel
 
     def open(self) -> WeightChannel:
@@ -52,7 +52,7 @@ class ChannelSpec:
         Raises `ConfigError` on NCCL without CUDA, and `WeightSyncError` on deltas without a receiver.
         """
         if (row := self.sync.transport) is not None:
-            channel: WeightChannel = load(row.channel)(self)
+            channel: WeightChannel = resolve_name(row.channel)(self)
             return channel
         # Engines that somebody else has started; a run says how its own are reached.
         here, cuda = all(is_this_machine(url) for url in self.engine_urls), engine_device() == "cuda"

@@ -121,9 +121,19 @@ def mismatches(engines: Sequence[ExternalEngine], wanted: EngineSpec, *, weights
     """
     first = engines[0]
     whose = "--rollout-num-gpus-per-engine is" if wanted.tp_size else f"{first.url} has"
+    path, dtype, longest = wanted.model_path, wanted.dtype, wanted.context_length or 0
     found = []
     for engine in engines:
-        problems = _model_problems(engine, wanted.model_path, wanted.dtype, wanted.context_length or 0)
+        problems = []
+        if not same_model(engine.model_path, path):
+            problems.append(f"serves {engine.model_path}, and --hf-checkpoint is {path}: start it with that model")
+        elif (computes := _plain_dtype(engine)) != dtype:
+            problems.append(f"computes in {computes}, and the run in {dtype}: start it with --dtype {dtype}")
+        if engine.context_length is not None and engine.context_length < longest:
+            problems.append(
+                f"takes {engine.context_length} tokens, and prompt and response may have {longest}: start it "
+                "with a larger --context-length, or shorten --rollout-max-response-len"
+            )
         if engine.tp_size != (expected := wanted.tp_size or first.tp_size):
             problems.append(f"has tensor parallel size {engine.tp_size}, and {whose} {expected}: make them the same")
         for name, size in engine.other_sizes.items():
@@ -149,20 +159,6 @@ def mismatches(engines: Sequence[ExternalEngine], wanted: EngineSpec, *, weights
             problems.append(f"has weight version {engine.weight_version}, and {first.url} has {first.weight_version}")
         found += [f"{engine.url} {problem}" for problem in problems]
     return found
-
-
-def _model_problems(engine: ExternalEngine, model_path: str, dtype: str, context_length: int) -> list[str]:
-    problems = []
-    if not same_model(engine.model_path, model_path):
-        problems.append(f"serves {engine.model_path}, and --hf-checkpoint is {model_path}: start it with that model")
-    elif (computes := _plain_dtype(engine)) != dtype:
-        problems.append(f"computes in {computes}, and the run in {dtype}: start it with --dtype {dtype}")
-    if engine.context_length is not None and engine.context_length < context_length:
-        problems.append(
-            f"takes {engine.context_length} tokens, and prompt and response may have {context_length}: start it "
-            "with a larger --context-length, or shorten --rollout-max-response-len"
-        )
-    return problems
 
 
 def same_model(theirs: str, ours: str) -> bool:

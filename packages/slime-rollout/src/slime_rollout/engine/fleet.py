@@ -161,7 +161,6 @@ class EngineFleet(Fleet):
         """Start everything; return when the router sends requests to every engine.
 
         Args:
-            config: How engines and router are started.
             model_path: Hugging Face directory.
             dtype: ``float32``, ``bfloat16`` …
             context_length: Longest prompt plus response in tokens; the model's own limit if ``None``.

@@ -51,19 +51,15 @@ Wanted = Mapping[str, Occupant[SGLangEngine]]
 
 
 class Registry:
-    """The router's list of engines. Used by the monitor's thread only, except :attr:`next_look`.
-
-    Attributes:
-        next_look: When to look next if no engine is missing; 0 as soon as possible. Set under the monitor's lock.
-        offered: Engines that the router does not list yet → when they were offered.
-    """
+    """The router's list of engines. Used by the monitor's thread only, except :attr:`next_look`."""
 
     def __init__(
         self, engines: Sequence[EngineSlot], router: RouterSlot, note: Callable[[Slot[Any], Event, str], None]
     ) -> None:
         self._engines, self._router, self._note = engines, router, note
+        # When to look next if no engine is missing; 0 as soon as possible. Set under the monitor's lock.
         self.next_look = self._next_try = 0.0
-        self.offered: dict[str, float] = {}
+        self.offered: dict[str, float] = {}  # engines that the router does not list yet → when they were offered
         self._refused_since: float | None = None
         self._last_warning = ""
 

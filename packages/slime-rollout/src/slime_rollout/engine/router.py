@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 from slime_rollout.engine import EngineDiedError, EngineStartError, PortInUseError
 from slime_rollout.engine.addresses import address, check_port_free
 from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.router_flags import router_words
-from slime_rollout.engine.server import ServingProcess, answers, key_environment, module_words
+from slime_rollout.engine.server import ServingProcess, answers, flag_words, key_environment, module_words
 from slime_rollout.engine.with_key import KEY
 from slime_rollout.http import HttpError, call
 from slime_rollout.supervise import Supervised
@@ -76,7 +75,7 @@ def router_command(config: EngineConfig, *, port: int, prometheus_port: int, dis
     if config.router_policy == "manual":
         # A new session goes to the engine with the fewest requests in flight, and stays there.
         flags["assignment-mode"] = "min_group"
-    arguments = router_words(flags | dict(config.router_args))
+    arguments = flag_words(flags | dict(config.router_args))
     arguments += ["--pd-disaggregation"] if disaggregated else []
     if config.router_policy in POLICIES_WITHOUT_FLAG:
         return [sys.executable, "-P", "-c", _WITH_POLICY, config.router_policy, *arguments]
@@ -130,7 +129,7 @@ class RouterApi(abc.ABC):
             EngineDiedError: The router is gone.
         """
         try:
-            known = self._workers(START_ATTEMPTS)
+            known = self.workers(attempts=START_ATTEMPTS)
             for url in urls:
                 if url not in known:
                     self.offer_worker(url, (roles or {}).get(url), attempts=START_ATTEMPTS)
@@ -149,11 +148,16 @@ class RouterApi(abc.ABC):
 
     def healthy_workers(self) -> set[str]:
         """Addresses of the engines that get requests; errors as of :meth:`workers`."""
-        return {url for url, (_, healthy) in self._workers(START_ATTEMPTS).items() if healthy}
+        return {url for url, (_, healthy) in self.workers(attempts=START_ATTEMPTS).items() if healthy}
 
-    def workers(self) -> Workers:
+    def workers(self, *, attempts: int | None = None) -> Workers:
         """The engines that it knows; `HttpError` if it does not answer in time, or not like a router."""
-        return self._workers(self.attempts)
+        attempts = attempts or self.attempts
+        answer = call("GET", f"{self.url}/workers", key=self.key, timeout=CONTROL_TIMEOUT_SECONDS, attempts=attempts)
+        try:
+            return {worker["url"]: (worker["id"], bool(worker["is_healthy"])) for worker in answer["workers"]}
+        except (KeyError, TypeError):
+            raise HttpError("GET", f"{self.url}/workers", 200, f"not a list of workers: {str(answer)[:200]}") from None
 
     def offer_worker(self, url: str, role: Mapping[str, Any] | None = None, *, attempts: int | None = None) -> None:
         """Register an engine, without waiting; the router tries the engine first, for :data:`OFFER_SECONDS`.
@@ -175,13 +179,6 @@ class RouterApi(abc.ABC):
         except HttpError as error:
             if error.status != NOT_FOUND:  # else it was removed meanwhile
                 raise
-
-    def _workers(self, attempts: int) -> Workers:
-        answer = call("GET", f"{self.url}/workers", key=self.key, timeout=CONTROL_TIMEOUT_SECONDS, attempts=attempts)
-        try:
-            return {worker["url"]: (worker["id"], bool(worker["is_healthy"])) for worker in answer["workers"]}
-        except (KeyError, TypeError):
-            raise HttpError("GET", f"{self.url}/workers", 200, f"not a list of workers: {str(answer)[:200]}") from None
 
 
 class Router(ServingProcess, RouterApi):
@@ -235,7 +232,7 @@ class ExternalRouter(RouterApi):
         """An sglang-router with no healthy workers but ``engine_urls``; else an `EngineStartError`."""
         router = cls(url.rstrip("/"), engine_urls, key)
         try:
-            workers = super(cls, router)._workers(router.attempts)
+            workers = super(cls, router).workers()
         except HttpError as error:
             raise EngineStartError(f"--sglang-router-url {url} does not answer as a router: {error}") from error
         others = {worker: healthy for worker, (_, healthy) in workers.items() if worker not in engine_urls}
@@ -287,6 +284,7 @@ class ExternalRouter(RouterApi):
 
     stop = request_stop
 
-    def _workers(self, attempts: int) -> Workers:
+    def workers(self, *, attempts: int | None = None) -> Workers:
+        """As :meth:`RouterApi.workers`, but of this run alone."""
         ours = self._known | self._added
-        return {url: state for url, state in super()._workers(attempts).items() if url in ours}
+        return {url: state for url, state in super().workers(attempts=attempts).items() if url in ours}

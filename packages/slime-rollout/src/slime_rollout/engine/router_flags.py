@@ -53,12 +53,3 @@ def router_specs() -> dict[str, FlagSpec]:
         for action, name in names.items()
         if name not in CONTROLLED and name != "policy"
     }
-
-
-def router_words(args: Mapping[str, object]) -> list[str]:
-    """Values of flags, by their names there, as words of the router's command line."""
-    words = []
-    for name, value in args.items():
-        values = [] if value is True else list(value) if isinstance(value, tuple) else [value]
-        words += [f"--{name}", *map(str, values)]
-    return words

@@ -50,46 +50,28 @@ PORT_LOG_LINES = 400
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """An engine before it starts: its model, place and limits.
-
-    Attributes:
-        port: Port that it listens on; 0 for one that is free when it starts.
-        context_length: Longest prompt plus response in tokens; the model's own limit if ``None``.
-        seed: Seed of requests without one.
-        device: ``cpu`` or ``cuda``; that of the config's ``sglang_args``, or what this machine has, if ``None``.
-        tp_size: Its tensor parallel size; ``rollout_num_gpus_per_engine`` of the config if ``None``.
-        sglang_args: SGLang's flags of this engine alone. They win over the config's; ``False`` leaves a flag out.
-        worker_type: ``regular``, ``prefill``, ``decode`` or ``encoder``.
-        bootstrap_port: Port where a prefill engine hands over to decode engines.
-        encoder_urls: Encoders that this engine sends images to.
-        memory_saver: Whether it will be asked to give its memory back, which on CUDA SGLang must know at its start.
-        host: Address that it listens on.
-        nodes: Number of nodes that it runs on, each with as many of its GPUs; it is reached on the first of them.
-        node_rank: Which of these nodes this process is for.
-        meeting_point: ``HOST:PORT`` on the first node, where the processes of several nodes meet.
-        seeded: Whether requests have seeds that count; SGLang ends at the first one with both a seed and min-p.
-        returns_experts: Whether requests will ask which experts were chosen.
-    """
+    """An engine before it starts: its model, place and limits."""
 
     model_path: str
-    port: int = 0
+    port: int = 0  # that it listens on; 0 for one that is free when it starts
     dtype: str = "bfloat16"
-    context_length: int | None = None
-    seed: int = 0
-    device: str | None = None
+    context_length: int | None = None  # longest prompt plus response in tokens; the model's own limit if `None`
+    seed: int = 0  # of requests without one
+    device: str | None = None  # `cpu` or `cuda`; if `None` that of the config's `sglang_args`, or what this machine has
     base_gpu_id: int = 0
-    tp_size: int | None = None
+    tp_size: int | None = None  # its tensor parallel size; the config's `rollout_num_gpus_per_engine` if `None`
+    # SGLang's flags of this engine alone. They win over the config's; `False` leaves a flag out.
     sglang_args: Mapping[str, SglangValue] = dataclasses.field(default_factory=dict)
-    worker_type: str = "regular"
-    bootstrap_port: int | None = None
-    encoder_urls: tuple[str, ...] = ()
-    memory_saver: bool = False
+    worker_type: str = "regular"  # or `prefill`, `decode`, `encoder`
+    bootstrap_port: int | None = None  # where a prefill engine hands over to decode engines
+    encoder_urls: tuple[str, ...] = ()  # encoders that this engine sends images to
+    memory_saver: bool = False  # whether it is to give its memory back, which on CUDA SGLang must know at its start
     host: str = LOOPBACK
-    nodes: int = 1
-    node_rank: int = 0
-    meeting_point: str | None = None
-    seeded: bool = True
-    returns_experts: bool = False
+    nodes: int = 1  # number of nodes that it runs on, each with as many of its GPUs; it is reached on the first of them
+    node_rank: int = 0  # which of these nodes this process is for
+    meeting_point: str | None = None  # `HOST:PORT` on the first node, where the processes of several nodes meet
+    seeded: bool = True  # whether requests have seeds that count; SGLang ends at one with both a seed and min-p
+    returns_experts: bool = False  # whether requests will ask which experts were chosen
 
     @property
     def url(self) -> str:
@@ -144,12 +126,8 @@ def server_command(config: EngineConfig, spec: EngineSpec) -> list[str]:
     if spec.meeting_point is not None:
         flags |= {"nnodes": str(spec.nodes), "node-rank": str(spec.node_rank), "dist-init-addr": spec.meeting_point}
     flags |= {**dict.fromkeys(config.sglang_off, False), **config.sglang_args, **spec.sglang_args}
-    command = [config.python, *module_words("sglang.launch_server", config.key)]
-    for name, value in flags.items():
-        if value is not False and name != API_KEY:
-            values = value if isinstance(value, tuple) else () if value is True else (value,)
-            command += [f"--{name}", *values]
-    return command
+    given = {name: value for name, value in flags.items() if value is not False and name != API_KEY}
+    return [config.python, *module_words("sglang.launch_server", config.key), *flag_words(given)]
 
 
 def module_words(module: str, key: str | None) -> list[str]:
@@ -158,6 +136,15 @@ def module_words(module: str, key: str | None) -> list[str]:
     No module of the working folder is imported by it.
     """
     return ["-P", "-m", module] if key is None else ["-P", with_key.__file__, module]
+
+
+def flag_words(flags: Mapping[str, object]) -> list[str]:
+    """Values of a server's flags, by their names without dashes, as words of its command line."""
+    words = []
+    for name, value in flags.items():
+        values = [] if value is True else list(value) if isinstance(value, tuple) else [value]
+        words += [f"--{name}", *map(str, values)]
+    return words
 
 
 def key_environment(key: str | None) -> dict[str, str]:

@@ -30,11 +30,8 @@ def imported_sglang(config: EngineConfig, spec: EngineSpec) -> Iterator[EngineCo
     """Import SGLang in a process of its own for the length of the block; gives the config of engines forked from it.
 
     On a GPU, with external engines and with ``--sglang-config``, whose engines differ, there is none. An engine that
-    cannot be forked is started: its worker's log says why.
-
-    Args:
-        config: As the engines will have it, with their number of threads.
-        spec: Of one of them.
+    cannot be forked is started: its worker's log says why. ``config`` is as the engines will have it, with their number
+    of threads, and ``spec`` is of one of them.
     """
     if spec.runs_on(config) != "cpu" or config.rollout_external_engine_addrs or config.sglang_config:
         yield config

@@ -60,21 +60,14 @@ class _InvalidError(ConfigError, ValueError):
 
 
 class ServerGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Engines of one model that are all alike.
+    """Engines of one model that are all alike."""
 
-    Attributes:
-        worker_type: ``regular``: whole engines. ``prefill`` and ``decode``: halves, which belong together.
-            ``encoder``: turns images into embeddings for the model's other groups. ``placeholder``: starts nothing and
-            leaves its GPUs free.
-        num_gpus: GPUs of all its engines.
-        num_gpus_per_engine: GPUs of one; the model's if ``None``.
-        overrides: SGLang's flags of these engines, without leading dashes; ``False`` leaves a switch out.
-    """
-
+    # `regular`: whole engines. `prefill` and `decode`: halves, which belong together. `encoder`: turns images into
+    # embeddings for the model's other groups. `placeholder`: starts nothing and leaves its GPUs free.
     worker_type: str = "regular"
-    num_gpus: _Count
-    num_gpus_per_engine: _Count | None = None
-    overrides: Mapping[str, Any] = {}
+    num_gpus: _Count  # of all its engines
+    num_gpus_per_engine: _Count | None = None  # the model's if `None`
+    overrides: Mapping[str, Any] = {}  # SGLang's flags, without leading dashes; `False` leaves a switch out
 
     def __post_init__(self) -> None:
         if self.worker_type not in WORKER_TYPES:
@@ -92,19 +85,12 @@ class ServerGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model, behind a router of its own.
+    """A model, behind a router of its own."""
 
-    Attributes:
-        name: What hooks call it.
-        model_path: Hugging Face directory; ``--hf-checkpoint`` if ``None``.
-        num_gpus_per_engine: GPUs of one engine; ``--rollout-num-gpus-per-engine`` if ``None``.
-        update_weights: Whether it is the model that is trained; if ``None``, where its path is ``--hf-checkpoint``.
-    """
-
-    name: str
-    model_path: str | None = None
-    num_gpus_per_engine: _Count | None = None
-    update_weights: bool | None = None
+    name: str  # what hooks call it
+    model_path: str | None = None  # Hugging Face directory; `--hf-checkpoint` if `None`
+    num_gpus_per_engine: _Count | None = None  # `--rollout-num-gpus-per-engine` if `None`
+    update_weights: bool | None = None  # whether it is trained; if `None`, where its path is `--hf-checkpoint`
     server_groups: Annotated[tuple[ServerGroup, ...], msgspec.Meta(min_length=1)]
 
     def __post_init__(self) -> None:

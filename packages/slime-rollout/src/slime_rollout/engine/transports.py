@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
 
 from slime_core.flags import Config, flag
 from slime_core.needs import GENERATES, TRAINERS, given
@@ -42,7 +40,6 @@ class Route:
     """From the trainer to the engines.
 
     Attributes:
-        engines: Number of engines.
         within_node: Whether all are on the node of the trainer's first rank.
         cuda: Whether they are on GPUs.
         shared: Whether trainer and engines share their GPUs (``--colocate``).
@@ -179,12 +176,6 @@ def names(has: Callable[[Transport], bool] = lambda row: True) -> tuple[str, ...
     return tuple(dict.fromkeys(row.name for row in TRANSPORTS if has(row)))
 
 
-def load(place: str) -> Any:
-    """The class that a row names by module and class."""
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
 CHOICES = (AUTO, *names())
 """Values of ``--update-weight-transport``."""
 WITH_DIRECTORY = given("update_weight_transport", AUTO, *names(lambda row: row.needs_directory))
@@ -297,12 +288,9 @@ class WeightSyncConfig(Config, needs=SYNC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Way:
-    """A transport on a route.
+    """A transport on a route: the bytes of an update that leave the trainer, at most, and that all engines take in.
 
-    Attributes:
-        sent: Bytes that leave the trainer in an update, at most.
-        received: Bytes that all engines take in.
-        problem: Why it cannot be used here; ``None`` if it can.
+    Its ``problem`` is why it cannot be used here; ``None`` if it can.
     """
 
     name: str

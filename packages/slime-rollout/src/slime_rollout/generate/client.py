@@ -68,7 +68,6 @@ class EngineClient:
         retry_delays: Mean seconds before each retry.
         cache_namespace: Called before each attempt: engines share cached prefixes only among requests of one namespace
             (SGLang's ``extra_key``); ``None`` is a namespace, too.
-        key: API key of router and engines.
         vocab_size: Of the model, where it is known: an answer with other token ids is refused.
     """
 
@@ -136,7 +135,6 @@ class EngineClient:
         """Sample one continuation.
 
         Args:
-            input_ids: Token ids to continue.
             sampling_params: SGLang's, such as :meth:`SamplingParams.to_request` gives.
             rid: Name of the request for :meth:`abort`, by default a new one. It must not be the beginning of another's:
                 an engine aborts all requests that begin with it.

@@ -87,7 +87,6 @@ class Completion:
             was not asked for.
         experts_TW: The experts chosen, a row for each token but the last of those that were asked for; ``None`` if they
             were not.
-        status: Completed, truncated or aborted.
         reason: The engine's own words for why it ended.
         cuts: Places in the tokens where another request went on.
     """
@@ -130,7 +129,6 @@ class Completion:
         """Read the body of a reply: JSON to checked fields in one pass.
 
         Args:
-            content: The body.
             with_kept: Whether the tokens kept were asked for.
             expert_rows: Of how many tokens of the input the experts were asked for, besides those that were sampled.
             most: Most tokens that were asked for; ``None`` for any number.
@@ -184,7 +182,6 @@ class Completion:
 
         Args:
             before: The tokens of the same response that came earlier, if it was cut off.
-            stops: The stop texts.
             decode: From tokens to text, with special ones.
         """
         most, said = most_tokens(stops), [*before, *self.tokens]

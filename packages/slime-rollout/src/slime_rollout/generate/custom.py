@@ -276,9 +276,6 @@ class HookCall:
         if part.response_length and part.response_length == len(part.tokens):
             raise GenerationError(f"{where} has a response of {part.response_length} tokens and none of the prompt")
         _check_numbers(part, where)
-        self._check_limits(part, where)
-
-    def _check_limits(self, part: Sample, where: str) -> None:
         limits = self.context.limits
         if problem := limits.token_problem(part.tokens, self.context.tokenizer):
             raise GenerationError(f"{where} has a wrong token: {problem}")

@@ -48,7 +48,7 @@ class SupervisionError(SlimeError):
     """A supervised process tree that could not be started or ended."""
 
 
-class Supervised:
+class Supervised(contextlib.AbstractContextManager["Supervised"]):
     """A command that runs under a supervisor of its own, and ends when this process ends. Made by :meth:`start`.
 
     As a context manager it stops the tree on exit. Dropping the last reference stops it, too.
@@ -96,7 +96,6 @@ class Supervised:
             grace: Seconds the command gets after SIGTERM to end by itself, and then what it left behind again.
             remove_files: Beginning of paths. Such files that the tree had open are removed when it has ended.
             folder: Removed with all that is in it when the tree has ended.
-            stdin: As in :class:`subprocess.Popen`.
             template: Address of a process that has imported what the command does, to fork in place of starting an
                 interpreter; see :func:`~slime_rollout.supervise.forked.template`. Needs ``log_path``.
 
@@ -197,9 +196,6 @@ class Supervised:
             file.seek(max(self._log_start, file.seek(0, os.SEEK_END) - max(LOG_BYTES, LINE_LIMIT * lines)))
             return "\n".join(line[:LINE_LIMIT] for line in file.read().decode(errors="replace").splitlines()[-lines:])
 
-    def __enter__(self) -> Supervised:
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.stop()
 
@@ -240,12 +236,6 @@ def under_supervisor(command: Sequence[str], *, grace: float = 10.0) -> Iterator
     finally:
         supervised.kill()
         supervised.wait()
-
-
-def run_under_supervisor(command: Sequence[str], *, grace: float = 10.0) -> int:
-    """Run a command to its end as :func:`under_supervisor` does; its exit code."""
-    with under_supervisor(command, grace=grace) as wait:
-        return wait()
 
 
 @contextlib.contextmanager

@@ -78,21 +78,16 @@ class ForkedCommand(BaseException):
 
 
 class Template:
-    """The process that is forked.
-
-    Attributes:
-        environment: Variables that this process was started with.
-        imported: Those that its imports have set.
-        name: Names a process after the words of a command.
-    """
+    """The process that is forked."""
 
     def __init__(self, prepare: str) -> None:
-        self.environment = dict(os.environ)
+        self.environment = dict(os.environ)  # that it was started with
         gc.disable()  # collecting garbage takes a fifth of the imports' time, and they make none
         names: dict[str, Any] = {}
         exec(compile(prepare, "<prepare>", "exec"), names)
+        # Variables that its imports have set.
         self.imported = {name: value for name, value in os.environ.items() if self.environment.get(name) != value}
-        self.name: Callable[[str], None] = names.get("setproctitle", lambda _title: None)
+        self.name: Callable[[str], None] = names.get("setproctitle", lambda _title: None)  # names a process
         gc.freeze()
         gc.enable()
 
@@ -121,9 +116,9 @@ class Template:
             with connection, contextlib.suppress(OSError, ValueError):  # of a starter that is gone
                 request = receive(connection, files)
                 if refused := self.problem(request):
-                    answer(connection, {"refused": refused})
+                    connection.sendall(json.dumps({"refused": refused}).encode())
                 elif pid := os.fork():
-                    answer(connection, {"pid": pid})
+                    connection.sendall(json.dumps({"pid": pid}).encode())
                 else:
                     listener.close()
                     connection.close()
@@ -186,11 +181,6 @@ def check_user(connection: socket.socket) -> None:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     if CREDENTIALS.unpack(credentials)[1] != os.getuid():
         raise ValueError("the other side is another user's process")
-
-
-def answer(connection: socket.socket, said: dict[str, Any]) -> None:
-    """Answer a request."""
-    connection.sendall(json.dumps(said).encode())
 
 
 def run(command: list[str]) -> None:

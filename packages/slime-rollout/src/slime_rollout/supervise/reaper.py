@@ -36,15 +36,16 @@ TORCH_MEMORY = "torch"
 class Process:
     """One process, distinct from a later one with the same pid.
 
-    ``start_time`` is in clock ticks after boot. ``parent`` and ``alive`` are from when it was looked at; it is alive if
-    any of its threads is. The kernel calls a process whose first thread has ended a zombie, but the other threads may
-    run on for ever, and those of a killed process take a moment to end.
+    ``start_time`` is in clock ticks after boot. ``parent``, ``alive`` and ``stopped`` are from when it was looked at;
+    it is alive if any of its threads is. The kernel calls a process whose first thread has ended a zombie, but the
+    other threads may run on for ever, and those of a killed process take a moment to end.
     """
 
     pid: int
     start_time: int
     parent: int = dataclasses.field(compare=False)
     alive: bool = dataclasses.field(compare=False)
+    stopped: bool = dataclasses.field(compare=False)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -67,7 +68,7 @@ def find_process(pid: int) -> Process | None:
         return None
     # Fields of proc(5) after the command's name: 3 state, 4 ppid, … 20 num_threads, … 22 starttime.
     alive = fields[0] not in (b"Z", b"X") or int(fields[17]) > 1
-    return Process(pid, int(fields[19]), int(fields[1]), alive)
+    return Process(pid, int(fields[19]), int(fields[1]), alive, stopped=fields[0] in (b"T", b"t"))
 
 
 def descendants(root: int) -> list[Process]:
@@ -107,11 +108,8 @@ def remove_torch_memory(pids: set[int]) -> None:
 
 def is_stopped(pid: int) -> bool:
     """Whether SIGSTOP, or a debugger, has stopped a process."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
-            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
-    except OSError:
-        return False
+    process = find_process(pid)
+    return process is not None and process.stopped
 
 
 def is_alive(pid: int) -> bool:

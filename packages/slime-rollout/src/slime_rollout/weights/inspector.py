@@ -193,17 +193,11 @@ def engine_place(name: str) -> tuple[str, int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Differences:
-    """Weights that engines hold otherwise than expected; without any, its text is empty.
+    """Weights that engines hold otherwise than expected; without any, its text is empty."""
 
-    Attributes:
-        compared: Names of the weights that were compared.
-        wrong: For each engine that holds wrong weights, their names.
-        unsure: Kinds of weights that are unlike in every layer of every engine, and may only be laid out otherwise.
-    """
-
-    compared: set[str]
-    wrong: Mapping[str, Sequence[str]]
-    unsure: Sequence[str]
+    compared: set[str]  # names of the weights that were compared
+    wrong: Mapping[str, Sequence[str]]  # for each engine that holds wrong weights, their names
+    unsure: Sequence[str]  # kinds that are unlike in every layer of every engine, and may only be laid out otherwise
 
     def __str__(self) -> str:
         lines = [f"{url} holds {some(names)} wrong" for url, names in self.wrong.items()]

@@ -29,6 +29,12 @@ def attention():
     return attention
 
 
+def attend(module, query, output, k_cache, v_cache, table, requests, key_lens, query_lens, scaling):
+    groups = query.shape[1] // k_cache.shape[1]
+    parts = module.plan(table, requests, key_lens, query_lens, groups, query.dtype)
+    return module.attend(query, output, k_cache, v_cache, parts, scaling)
+
+
 @pytest.fixture(params=[1, 2, 4], ids="{} threads".format)
 def threads(request):
     before = torch.get_num_threads()
@@ -53,7 +59,8 @@ class Cache:
         chosen = range(len(self.key_lens)) if only is None else [only]
         queries = torch.split(self.query, self.query_lens)
         query = torch.cat([queries[i] for i in chosen])
-        return attention.attention(
+        return attend(
+            attention,
             query,
             torch.full_like(query, float("nan")),
             self.k,
@@ -114,9 +121,8 @@ def test_a_token_does_not_depend_on_which_tokens_are_computed_with_it(attention,
         query = torch.cat([queries[start:end] for start, end in parts])
         out = query.new_full((len(query), heads, value_width), float("nan"))
         lens = [end for _, end in parts], [end - start for start, end in parts]
-        attention.attention(
-            query, out, keys, values, table.expand(len(parts), -1), torch.arange(len(parts)), *lens, 0.1
-        )
+        rows, requests = table.expand(len(parts), -1), torch.arange(len(parts))
+        attend(attention, query, out, keys, values, rows, requests, *lens, 0.1)
         return torch.split(out, lens[1])
 
     (whole,) = computed((0, length))

@@ -26,22 +26,6 @@ ROW_STEP = 4
 MASK_ENTRIES = 1 << 20
 
 
-def attention(query_THD, output_THD, k_cache, v_cache, req_to_token, req_pool_indices, key_lens, query_lens, scaling):
-    """Causal attention of the new tokens of each sequence over its cached keys and values, into ``output_THD``.
-
-    Args:
-        query_THD: Queries of the new tokens, sequence after sequence.
-        k_cache: Keys ``[slots, N, D]``, like ``v_cache``; the new tokens' are already there.
-        req_to_token: Slots of each request's tokens ``[requests, longest]``.
-        req_pool_indices: Row of ``req_to_token`` for each sequence ``[B]``.
-        key_lens: Tokens in the cache for each sequence, the new ones included; B ints.
-        query_lens: New tokens of each sequence; B ints. They are the last ones.
-    """
-    groups = query_THD.shape[1] // k_cache.shape[1]
-    parts = plan(req_to_token, req_pool_indices, key_lens, query_lens, groups, query_THD.dtype)
-    return attend(query_THD, output_THD, k_cache, v_cache, parts, scaling)
-
-
 class Piece(NamedTuple):
     """New tokens of one sequence that have the same padded number of keys."""
 
@@ -78,7 +62,14 @@ class Part:
 
 
 def plan(req_to_token, req_pool_indices, key_lens, query_lens, groups, dtype):
-    """The calls that attend to all sequences, for queries of ``dtype``; arguments as of :func:`attention`."""
+    """The calls that attend to all sequences, for ``groups`` query heads of ``dtype`` to a KV head.
+
+    Args:
+        req_to_token: Slots of each request's tokens ``[requests, longest]``.
+        req_pool_indices: Row of ``req_to_token`` for each sequence ``[B]``.
+        key_lens: Tokens in the cache for each sequence, the new ones included; B ints.
+        query_lens: New tokens of each sequence; B ints. They are the last ones.
+    """
     pieces = list(cut(key_lens, query_lens))
     where = (req_to_token, req_pool_indices, sum(query_lens), groups, dtype)
     return [Part(alike, *where) for alike in _alike(pieces)]
@@ -100,7 +91,10 @@ def cut(key_lens, query_lens):
 
 
 def attend(query_THD, output_THD, k_cache, v_cache, parts, scaling):
-    """Attention by a plan, into ``output_THD``."""
+    """Causal attention by a plan, into ``output_THD``; queries are those of the new tokens, sequence after sequence.
+
+    Keys and values are ``[slots, N, D]``; the new tokens' are already there.
+    """
     for part in parts:
         query_BQHD = query_THD[:, None] if part.is_whole else _take(query_THD, part.token_BQ)
         key_BKND, value_BKND = _take(k_cache, part.slot_BK), _take(v_cache, part.slot_BK)

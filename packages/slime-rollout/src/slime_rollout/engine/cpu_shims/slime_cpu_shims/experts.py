@@ -1,16 +1,5 @@
 """Routing of tokens to experts without compiled kernels, which SGLang has for CUDA and for CPUs with AMX only."""
 
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-
-def register():
-    """Compute the top-k in torch, and note the experts that are asked for in plain memory."""
-    for target, function in (
-        ("sglang.srt.layers.moe.topk.fused_topk", fused_topk),
-        ("sglang.srt.mem_cache.pool_host.common._cuda_host_register", lambda *_args, **_kwargs: None),
-    ):
-        HookRegistry.register(target, function, HookType.REPLACE)
-
 
 def fused_topk(
     hidden_states,
@@ -23,7 +12,7 @@ def fused_topk(
     apply_routed_scaling_factor_on_output=False,
     **_of_kernels,
 ):
-    """The weights and numbers of each token's experts."""
+    """The weights and numbers of each token's experts, in place of SGLang's ``fused_topk``."""
     from sglang.srt.layers.moe import topk as of_sglang
 
     weights, ids = of_sglang.fused_topk_torch_native(

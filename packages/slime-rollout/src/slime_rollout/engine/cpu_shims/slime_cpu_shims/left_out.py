@@ -16,19 +16,12 @@ from slime_cpu_shims.structure import after
 
 
 class Feature(NamedTuple):
-    """A module that is left out, with all below it.
-
-    Attributes:
-        module: Its name.
-        release: Package, and how the versions begin that this was tested with.
-        why: What it is for, and why an engine here does without.
-        unless: A package that brings the feature: where it is installed, the module is imported as it is.
-    """
+    """A module that is left out, with all below it."""
 
     module: str
-    release: tuple[str, str]
-    why: str
-    unless: str | None = None
+    release: tuple[str, str]  # package, and how the versions begin that this was tested with
+    why: str  # what it is for, and why an engine here does without
+    unless: str | None = None  # package that brings the feature: where it is installed, the module is imported as it is
 
 
 FEATURES = (

@@ -49,28 +49,25 @@ class StandIn(types.ModuleType):
     __ror__ = __or__
 
 
-class _Missing:
-    """A kernel that is not there. Importing it is fine, calling it is not."""
-
-    def __init__(self, name):
-        self.name = name
-
-    def __call__(self, *args, **kwargs):
-        raise NotImplementedError(
-            f"sgl_kernel.{self.name} was called, but this machine has only a stand-in for sgl_kernel; "
-            "this model or option of SGLang does not run on a CPU with slime's shims"
-        )
-
-
 class _SglKernel(types.ModuleType):
-    """No package: SGLang has fall-backs for sgl_kernel's submodules, and takes them on ImportError."""
+    """Has every kernel: importing one is fine, calling it is not.
+
+    Submodules are not there: SGLang has fall-backs for them, and takes these on ImportError.
+    """
 
     __version__ = "0.0.0"
 
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Missing(name)
+
+        def refuse(*_args, **_kwargs):
+            raise NotImplementedError(
+                f"sgl_kernel.{name} was called, but this machine has only a stand-in for sgl_kernel; "
+                "this model or option of SGLang does not run on a CPU with slime's shims"
+            )
+
+        return refuse
 
 
 def _fill_triton(module):

@@ -2,17 +2,7 @@
 
 import copy
 
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-GET = "sglang.srt.utils.hf_transformers.tokenizer.get_tokenizer"
-START = "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes"
 _KNOWN = {}
-
-
-def register():
-    """Register the hooks."""
-    HookRegistry.register(GET, once, HookType.AROUND)
-    HookRegistry.register(START, read_ahead, HookType.BEFORE)
 
 
 def once(original, name, *args, **kwargs):
