@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator
 
 from slime_core.types import Account, Drop, Group, Keep, Sample, Status, Verdict
 from slime_rollout.config import RolloutConfig
@@ -113,7 +112,10 @@ class Collector:
         self._calls.check()
         await self.open()
         looks_ahead = self._config.selection.async_buffer_size is not None
-        async with contextlib.nullcontext() if looks_ahead else self._transaction():
+        async with contextlib.AsyncExitStack() as stack:
+            if not looks_ahead:  # an error undoes what was handed out, after all that is in flight was stopped
+                stack.enter_context(self._calls.transaction())
+                stack.push_async_callback(self.stop)
             self._rollout_id, self._version = rollout_id, version
             self._watch.begin()
             self._drop_aged()
@@ -160,15 +162,6 @@ class Collector:
         await asyncio.gather(*running.values(), return_exceptions=True)
         self._begin_anew()
         return list(running)
-
-    @contextlib.asynccontextmanager
-    async def _transaction(self) -> AsyncIterator[None]:
-        """Nothing stays in flight at the end of the block; an error leaves the data source as it was."""
-        with self._calls.transaction():
-            try:
-                yield
-            finally:
-                await self.stop()
 
     def _take_rollout(self) -> Collected:
         size = self._config.selection.rollout_batch_size

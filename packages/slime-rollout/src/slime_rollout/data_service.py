@@ -73,11 +73,7 @@ class DataService:
             with held_out.named():
                 found = self._load(held_out.path, held_out.config, tokenizer)
             notices += found.notices
-            size = self._group_size
-            self._held_out[held_out.name] = [
-                found.group(place, group_index=place, first_index=place * size, size=size)
-                for place in range(len(found))
-            ]
+            self._held_out[held_out.name] = found.groups(self._group_size)
         self._source = RolloutDataSource(
             dataset,
             samples_per_prompt=self._group_size,
@@ -183,10 +179,9 @@ def check_rows(config: RolloutConfig, rows: Rows) -> dict[str, int]:
     for path, own, named in data_files(config):
         with named:
             if rows == "pairs":
-                found = len(read_preferences(path, PreferenceFields.of(own), on_bad_data=own.data.on_bad_data))
+                counts[path] = len(read_preferences(path, PreferenceFields.of(own), on_bad_data=own.data.on_bad_data))
             else:
-                found = len(read_sft(path, SftFields.of(own), on_bad_data=own.data.on_bad_data))
-            counts[path] = found
+                counts[path] = len(read_sft(path, SftFields.of(own), on_bad_data=own.data.on_bad_data))
     return counts
 
 

@@ -57,11 +57,7 @@ class HeldOutPrompts:
 
     def groups(self) -> list[Group]:
         """Fresh samples of every prompt, with the same numbers every time."""
-        size = self.held_out.n_samples_per_eval_prompt
-        groups = [
-            self.prompts.group(place, group_index=place, first_index=place * size, size=size)
-            for place in range(len(self.prompts))
-        ]
+        groups = self.prompts.groups(self.held_out.n_samples_per_eval_prompt)
         for sample in (sample for group in groups for sample in group):
             sample.metadata |= copy.deepcopy(dict(self.held_out.metadata_overrides))
         return groups
@@ -106,13 +102,10 @@ class Evaluator:
             self._score(client, one.held_out, pipeline, part, watch)
             for (one, pipeline), part in zip(self._sets, groups, strict=True)
         ]
-        samples: dict[str, list[Sample]] = {}
+        keys = {one.held_out.name: one.held_out.config.rewards.reward_key for one, _ in self._sets}
+        samples: dict[str, list[Sample]] = dict(zip(keys, await all_of(work), strict=True))
         metrics: dict[str, float] = {}
-        keys: dict[str, str | None] = {}
-        for (one, _), scored in zip(self._sets, await all_of(work), strict=True):
-            name = one.held_out.name
-            samples[name] = scored
-            keys[name] = one.held_out.config.rewards.reward_key
+        for name, scored in samples.items():
             metrics |= eval_metrics(name, scored, keys[name])
         return EvalReport(
             rollout_id=rollout_id,

@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +71,11 @@ def measure_prompts(config: RolloutConfig, *, seconds: float = SECONDS) -> Measu
             if own is config and config.data.streaming_data:
                 counting.notices.append(f"{path} is streamed: the length of a prompt is known when its turn comes")
             else:
-                counting.count(path, own, _of_prompts(own), functools.partial(_prompts, config=own))
-    counting.check_stops(
-        dict.fromkeys([*config.sampling.rollout_stop, *(text for one in held_out for text in one.stop)])
-    )
+                # What a prompt's tokens, and whether it can be used, depend on.
+                settings = repr((own.data, own.rewards, own.takes_messages, longest_prompt(own)))
+                counting.count(path, own, settings, functools.partial(_prompts, config=own))
+    for text in dict.fromkeys([*config.sampling.rollout_stop, *(text for one in held_out for text in one.stop)]):
+        counting.check_stop(text)
     return counting.found()
 
 
@@ -83,11 +84,9 @@ def measure_rows(spec: DataSpec, *, seconds: float = SECONDS) -> Measured:
     config = spec.rollout
     counting = _Counting(config, seconds)
     for path, own, named in data_files(config):
-        of_set = DataSpec(rollout=own, rows=spec.rows, max_length=spec.max_length)
         with named:
-            counting.count(
-                path, own, repr((own.data, of_set.rows, of_set.max_length)), functools.partial(_rows, spec=of_set)
-            )
+            settings = repr((own.data, spec.rows, spec.max_length))
+            counting.count(path, own, settings, functools.partial(_rows, spec=replace(spec, rollout=own)))
     return counting.found()
 
 
@@ -114,14 +113,10 @@ class _Counting:
         beyond = self._kept("beyond", lambda: tokens_beyond(limits, self._tokenizer) or "")
         return Measured(files=self._files, notices=[*([beyond] if beyond else []), *dict.fromkeys(self.notices)])
 
-    def check_stops(self, texts: Iterable[str]) -> None:
-        """Note stop texts that cannot end a response."""
-        for text in texts:
-            if problem := self._kept(f"stop {text!r}", functools.partial(self._stop_problem, text)):
-                self.notices.append(problem)
-
-    def _stop_problem(self, text: str) -> str:
-        return stop_problem(text, self._tokenizer) or ""
+    def check_stop(self, text: str) -> None:
+        """Note a stop text that cannot end a response."""
+        if problem := self._kept(f"stop {text!r}", lambda: stop_problem(text, self._tokenizer) or ""):
+            self.notices.append(problem)
 
     def count(
         self, path: str, config: RolloutConfig, settings: str, lengths: Callable[[str, Any], Iterable[Length]]
@@ -211,11 +206,6 @@ def _rows(path: str, tokenizer: Any, *, spec: DataSpec) -> Iterator[Length]:
             continue
         differ = len(sides) == 1 or sides[0].tokens != sides[1].tokens
         yield max(len(side.tokens) for side in sides) if differ and all(1 in side.loss_mask for side in sides) else None
-
-
-def _of_prompts(config: RolloutConfig) -> str:
-    """The settings that a prompt's tokens, and whether it can be used, depend on."""
-    return repr((config.data, config.rewards, config.takes_messages, longest_prompt(config)))
 
 
 def _of_file(path: str) -> list[Any]:

@@ -96,11 +96,8 @@ def untrained(columns: RolloutColumns, shards: Sequence[TrainShard], batch_size:
     samples, found = columns.samples, Counter[str]()
     trained = {int(index) for shard in shards for index in numbers(shard.columns, "index")}
     rest, masks = set(beyond_whole_steps(columns, batch_size)), ragged(samples, "loss_mask").rows
-    names = ("index", "response_length", "status", "remove_sample")
-    for at, (index, length, status, removed) in enumerate(
-        zip(*(numbers(samples, name) for name in names), strict=True)
-    ):
-        mask = masks[at]
+    rows = [numbers(samples, name) for name in ("index", "response_length", "status", "remove_sample")]
+    for at, (index, length, status, removed, mask) in enumerate(zip(*rows, masks, strict=True)):
         if index in trained:
             continue
         if at in rest:

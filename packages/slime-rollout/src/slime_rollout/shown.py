@@ -75,8 +75,7 @@ def _row(sample: Sample, tokenizer: Any, reward_key: str | None) -> dict[str, An
     length = sample.response_length
     half = MOST_TOKENS // 2
     kept = list(range(length)) if length <= MOST_TOKENS else [*range(half), *range(length - half, length)]
-    tokens, reward = sample.response_tokens, sample.reward
-    metadata = dict(_short(sample.metadata))
+    tokens, reward, log_probs = sample.response_tokens, sample.reward, sample.rollout_log_probs
     return {
         "index": sample.index,
         "group": sample.group_index,
@@ -92,10 +91,8 @@ def _row(sample: Sample, tokenizer: Any, reward_key: str | None) -> dict[str, An
         "tokens": token_texts(tokenizer, [tokens[at] for at in kept]),
         "mask": None if sample.trained_tokens == length else [sample.trained_mask[at] for at in kept],
         "versions": [sample.weight_versions[at] for at in kept] if sample.weight_versions else None,
-        "log_probs": None
-        if sample.rollout_log_probs is None
-        else [round(sample.rollout_log_probs[at], 4) for at in kept],
-        "metadata": metadata,
+        "log_probs": None if log_probs is None else [round(log_probs[at], 4) for at in kept],
+        "metadata": dict(_short(sample.metadata)),
     }
 
 

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from pathlib import Path
 from typing import Any
 
 from slime_core.errors import DataError
-from slime_core.files import read_json
 from slime_core.redact import redacted
 from slime_core.types import Sample, Status
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data.chat import load_tokenizer
 from slime_rollout.errors import TEACHER_FAILURE, TeacherError, withdraw
 from slime_rollout.http import ATTEMPTS, REQUESTS, HttpError, Service, call
-from slime_rollout.limits import LARGEST_LOG_PROB, LEAST_LOG_PROB
+from slime_rollout.limits import LARGEST_LOG_PROB, LEAST_LOG_PROB, ModelLimits
 
 logger = logging.getLogger(__name__)
 
@@ -219,11 +217,7 @@ def _ask(url: str, tokens: list[int], largest: list[int], timeout: float) -> tup
 
 def _largest_tokens(named: int, hf_checkpoint: str) -> list[int]:
     """The largest id that the student's output layer has, and the largest with a text: many vocabularies are padded."""
-    try:
-        values = read_json(Path(hf_checkpoint) / "config.json")
-        padded = int(values.get("vocab_size") or values["text_config"]["vocab_size"]) - 1
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, DataError):
-        return [named]
+    padded = (ModelLimits.of(hf_checkpoint).vocab_size or 0) - 1
     return [padded, named] if padded > named else [named]
 
 

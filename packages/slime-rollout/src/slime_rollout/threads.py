@@ -68,14 +68,14 @@ def _too_long(seconds: float, what: str, flag: str) -> HookTimeoutError:
 
 
 @contextlib.contextmanager
-def blaming(what: str) -> Iterator[None]:
-    """Within the block, what a user-defined function raises becomes a `DataError` that says ``what`` it is."""
+def blaming(what: str, error_type: type[SlimeError] = DataError) -> Iterator[None]:
+    """Within the block, what a user-defined function raises becomes a `SlimeError` that says ``what`` it is."""
     try:
         yield
     except SlimeError:
         raise
     except (Exception, SystemExit) as error:
-        raise DataError(f"{what} raised {type(error).__name__}: {error}") from error
+        raise error_type(f"{what} raised {type(error).__name__}: {error}") from error
 
 
 async def all_of(work: Sequence[Awaitable[Any]]) -> list[Any]:

@@ -185,7 +185,7 @@ class _TurnFinder:
 
     def __init__(self, render: Render, messages: list[Message], special: re.Pattern[str]) -> None:
         self._render, self._messages, self._special = render, messages, special
-        self._rendered = functools.cache(self._render_first)
+        self._rendered = functools.cache(lambda count, generate=False: render(messages[:count], generate))
         self._position = functools.cache(self._mark_position)
         self.text = self._rendered(len(messages))
         self._mark = unused_characters(messages, self.text)[0]
@@ -261,9 +261,6 @@ class _TurnFinder:
             raise self._refusal(number, "a plain answer in its place is not written")
         return self._special.search(text, text.rindex(self._mark)) is not None
 
-    def _render_first(self, count: int, *, generate: bool = False) -> str:
-        return self._render(self._messages[:count], generate)
-
     def _mark_position(self, number: int, place: _Place, count: int, *, generate: bool = False) -> int | None:
         """Where a place of a message is in the rendering of the first ``count`` messages; None if that is not clear."""
         messages = self._messages[:count]
@@ -288,8 +285,9 @@ def _places(message: Message, *, first: bool = False) -> Iterator[_Place]:
     calls = message.get("tool_calls") or []
     texts: list[tuple[tuple[str | int, ...], str]] = []
     for number in range(len(calls)) if first else reversed(range(len(calls))):
-        path = ("tool_calls", number, *(("function",) if "function" in calls[number] else ()), "name")
-        texts.append((path, str(_value(message, path) or "")))
+        call = calls[number]
+        path = ("tool_calls", number, *(("function",) if "function" in call else ()), "name")
+        texts.append((path, str(call.get("function", call).get("name") or "")))
     texts.append((("content",), message.get("content") or ""))
     if message.get("reasoning_content"):
         texts.append((("reasoning_content",), message["reasoning_content"]))
@@ -302,14 +300,7 @@ def _places(message: Message, *, first: bool = False) -> Iterator[_Place]:
             yield path, offset
 
 
-def shared_length(first: str, second: str) -> int:
+def shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Length of the longest common beginning."""
     both = enumerate(zip(first, second, strict=False))
     return next((place for place, (one, other) in both if one != other), min(len(first), len(second)))
-
-
-def _value(message: Message, path: tuple[str | int, ...]) -> Any:
-    value: Any = message
-    for step in path:
-        value = value[step] if isinstance(step, int) else value.get(step)
-    return value

@@ -7,9 +7,8 @@ import contextlib
 import functools
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from types import MappingProxyType
 from typing import Any, cast
 
 from slime_core.errors import ConfigError, DataError, SlimeError
@@ -41,7 +40,7 @@ _PROTOCOL = {
     "load_state_dict": ("state",),
 }
 _FIRST_PART = 2**40  # numbers of a custom source stay below
-_SETTINGS = MappingProxyType({"samples_per_prompt": 1, "shuffle": False, "seed": 0, "args": None})
+_SETTINGS = {"samples_per_prompt": 1, "shuffle": False, "seed": 0, "args": None}
 
 
 def load_source(config: RolloutConfig, encoder: PromptEncoder, hook_args: HookArgs) -> AccountedSource:
@@ -122,13 +121,13 @@ def _load_class(path: str) -> type[Any]:
             f"{', '.join(_PROTOCOL)}, or derive it from slime_rollout.data.RolloutDataSource or "
             "RolloutDataSourceWithBuffer"
         )
-    settings = dict(_SETTINGS)
+    settings: dict[str, Any] = dict(_SETTINGS)
     if issubclass(kind, RolloutDataSourceWithBuffer):
         settings["filter"] = None
         _check_call(kind.buffer_filter, f"{given}: buffer_filter", ("self", *_FILTER_ARGUMENTS))
         _check_plain(kind.buffer_filter, f"{given}: buffer_filter")
     if issubclass(kind, RolloutDataSource) or _mismatch(kind, ("args",)):
-        _check_call(kind, f"{given}: the class", ("dataset",), settings)
+        _check_call(kind, f"{given}: the class", ("dataset",), **settings)
     for name, arguments in _PROTOCOL.items():
         _check_call(getattr(kind, name), f"{given}: {name}", ("self", *arguments))
     return cast(type[Any], kind)
@@ -136,24 +135,17 @@ def _load_class(path: str) -> type[Any]:
 
 def _make_custom(kind: type[Any], dataset: PromptDataset | StreamingPrompts, **settings: Any) -> CustomSource:
     """A source that does not derive from ours: made as ours are, or of the flags alone as upstream's."""
-    is_ours = _mismatch(kind, ("dataset",), _SETTINGS) is None
+    is_ours = _mismatch(kind, ("dataset",), **_SETTINGS) is None
     return CustomSource(kind(dataset, **settings) if is_ours else kind(settings["args"]))
 
 
-def _check_call(
-    function: Callable[..., Any],
-    given: str,
-    positional: tuple[str, ...],
-    named: Mapping[str, Any] = MappingProxyType({}),
-) -> None:
-    if (error := _mismatch(function, positional, named)) is not None:
+def _check_call(function: Callable[..., Any], given: str, positional: tuple[str, ...], **named: Any) -> None:
+    if (error := _mismatch(function, positional, **named)) is not None:
         call = ", ".join((*positional, *(f"{name}=…" for name in named)))
         raise ConfigError(f"{given} takes {inspect.signature(function)}; it is called with ({call}): {error}")
 
 
-def _mismatch(
-    function: Callable[..., Any], positional: tuple[str, ...], named: Mapping[str, Any] = MappingProxyType({})
-) -> TypeError | None:
+def _mismatch(function: Callable[..., Any], positional: tuple[str, ...], **named: Any) -> TypeError | None:
     """Why a function cannot be called like this."""
     try:
         inspect.signature(function).bind(*positional, **named)
@@ -183,7 +175,7 @@ class CustomSource(AccountedSource):
     def add_samples(self, groups: list[Group]) -> None:
         """As for `RolloutDataSourceWithBuffer`: the source keeps them."""
         groups = [group for group in groups if group]
-        self._ledger.put_back(groups)
+        self.ledger.put_back(groups)
         self.source.add_samples(groups)
 
     def fresh_index(self) -> int:
@@ -193,28 +185,28 @@ class CustomSource(AccountedSource):
 
     def begin(self) -> Callable[[], None]:
         """As for `AccountedSource`; undone, what the source gave since is kept here and comes first."""
-        ledger, unfinished = self._ledger.copy(), list(self._unfinished)
+        ledger, unfinished = self.ledger.copy(), list(self._unfinished)
         self._drawn = []
 
         def undo() -> None:
             ledger.hand_out(self._drawn)
             ledger.put_back(self._drawn)
-            self._ledger, self._unfinished = ledger, deque(unfinished + self._drawn)
+            self.ledger, self._unfinished = ledger, deque(unfinished + self._drawn)
 
         return undo
 
     def check_ledger(self, in_flight: Iterable[Group] = ()) -> str | None:
         """As for `AccountedSource`; what the source keeps is taken to be there."""
-        return self._ledger.problem(None, in_flight)
+        return self.ledger.problem(None, in_flight)
 
     def state_dict(self) -> dict[str, Any]:
         """The source's state and the account's."""
         return {
             "source": self.source.state_dict(),
             "next_part": self._next_part,
-            "ledger": self._ledger.state_dict(),
-            "given_back": self._ledger.given_back(),
-            "unfinished": plain_groups(chain(self._ledger.out_groups(), self._unfinished)),
+            "ledger": self.ledger.state_dict(),
+            "given_back": self.ledger.given_back(),
+            "unfinished": plain_groups(chain(self.ledger.out_groups(), self._unfinished)),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -227,7 +219,7 @@ class CustomSource(AccountedSource):
         unfinished = groups_from_plain(state["unfinished"])
         self.source.load_state_dict(state["source"])
         self._next_part = state["next_part"]
-        self._ledger.load_state_dict(state["ledger"], unfinished, given_back=state["given_back"])
+        self.ledger.load_state_dict(state["ledger"], unfinished, given_back=state["given_back"])
         self._unfinished = deque(unfinished)
 
     def _next_groups(self, num_groups: int) -> list[Group]:

@@ -247,6 +247,10 @@ class Dataset(ABC, Generic[T]):
     def group(self, place: int, *, group_index: int, first_index: int, size: int) -> Group:
         """Fresh samples of one place from 0, numbered from ``first_index``."""
 
+    def groups(self, size: int) -> list[Group]:
+        """Fresh samples of every place, ``size`` of each, with the same numbers every time."""
+        return [self.group(place, group_index=place, first_index=place * size, size=size) for place in range(len(self))]
+
     @abstractmethod
     def _hashed(self, item: T) -> Any:
         """The part of an item that the digest depends on, as plain values."""

@@ -87,7 +87,6 @@ class PromptFile:
         self._table: _Table | None = None
         self._is_array = False
         self._begin = Mark()
-        self._start: int
         self._stop: int | None
         with _file_errors(self._file):
             _check_kind(self._file)

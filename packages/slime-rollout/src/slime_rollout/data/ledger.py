@@ -31,7 +31,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._generated = self._faults = 0
-        self._ended = dict.fromkeys(Fate, 0)
+        self._ended = {fate.value: 0 for fate in Fate}
         self._out: dict[int, Group] = {}
         self._buffered: set[int] = set()
         self._faulty: list[int] = []
@@ -39,13 +39,12 @@ class Ledger:
     @property
     def counts(self) -> dict[str, int]:
         """Trajectories by name: ``generated``, ``trained``, ``filtered``, ``aborted``, ``buffered`` and ``out``."""
-        ended = {fate.value: count for fate, count in self._ended.items()}
-        return {"generated": self._generated, **ended, "buffered": len(self._buffered), "out": len(self._out)}
+        return {"generated": self._generated, **self._ended, "buffered": len(self._buffered), "out": len(self._out)}
 
     def hand_out(self, groups: Iterable[Group]) -> None:
         """Groups leave the data source, fresh or from its buffer."""
         for group in groups:
-            for number, samples in _trajectories(group).items():
+            for number, samples in by_trajectory(group).items():
                 if number in self._buffered:
                     self._buffered.remove(number)
                 elif number in self._out:
@@ -57,7 +56,7 @@ class Ledger:
 
     def put_back(self, groups: Iterable[Group]) -> None:
         """Groups come back to be handed out again; a `DataError` and no change if a sample is not out."""
-        numbers = [number for group in groups for number in _trajectories(group)]
+        numbers = [number for group in groups for number in by_trajectory(group)]
         seen: set[int] = set()
         for number in numbers:
             if number not in self._out or number in seen:
@@ -73,7 +72,7 @@ class Ledger:
     def settle(self, groups: Iterable[Group], fate: Fate) -> None:
         """Groups that are out end. One that was not out is a fault that :meth:`problem` tells."""
         for group in groups:
-            for number, samples in _trajectories(group).items():
+            for number, samples in by_trajectory(group).items():
                 self._ended[fate] += 1
                 if self._out.pop(number, None) is None or len({sample.index for sample in samples}) < len(samples):
                     self._fault(number)
@@ -81,7 +80,7 @@ class Ledger:
     def replace_out(self, groups: Iterable[Group]) -> None:
         """Groups that are out stand like this now. One that is not out is a fault that :meth:`problem` tells."""
         for group in groups:
-            for number, samples in _trajectories(group).items():
+            for number, samples in by_trajectory(group).items():
                 if number not in self._out:
                     self._fault(number)
                 else:
@@ -90,7 +89,7 @@ class Ledger:
     def drop_buffered(self, groups: Iterable[Group]) -> None:
         """Groups are taken from the buffer for good: they count as filtered."""
         for group in groups:
-            for number in _trajectories(group):
+            for number in by_trajectory(group):
                 self._ended[Fate.FILTERED] += 1
                 if number not in self._buffered:
                     self._fault(number)
@@ -117,7 +116,7 @@ class Ledger:
         texts = [f"{what}: {_names(numbers, len(numbers))}" for what, numbers in findings.items() if numbers]
         if self._faults:
             texts.append(f"handed out or settled twice, or never generated: {_names(self._faulty, self._faults)}")
-        terms = {**{fate.value: count for fate, count in self._ended.items()}, "buffered": len(held)}
+        terms = {**self._ended, "buffered": len(held)}
         if running:
             terms["in flight"] = len(running)
         if not texts and self._generated == sum(terms.values()):
@@ -137,15 +136,14 @@ class Ledger:
 
     def state_dict(self) -> dict[str, Any]:
         """The counts, as plain values. What is out or given back belongs to the data source's own state."""
-        ended = {fate.value: count for fate, count in self._ended.items()}
-        return {"generated": self._generated, **ended, "faults": self._faults, "faulty": list(self._faulty)}
+        return {"generated": self._generated, **self._ended, "faults": self._faults, "faulty": list(self._faulty)}
 
     def load_state_dict(
         self, state: dict[str, Any], buffer: Iterable[Group], *, given_back: Iterable[int] = ()
     ) -> None:
         """Continue with saved counts; of the rest, ``buffer`` and ``given_back`` wait, and nothing is out."""
         self._generated = state["generated"]
-        self._ended = {fate: state[fate.value] for fate in Fate}
+        self._ended = {fate.value: state[fate.value] for fate in Fate}
         self._faults, self._faulty = state["faults"], list(state["faulty"])
         self._out = {}
         self._buffered = {sample.trajectory for group in buffer for sample in group}.union(given_back)
@@ -156,7 +154,8 @@ class Ledger:
             self._faulty.append(number)
 
 
-def _trajectories(group: Group) -> dict[int, list[Sample]]:
+def by_trajectory(group: Iterable[Sample]) -> dict[int, list[Sample]]:
+    """The samples of each trajectory, by its number."""
     parts: dict[int, list[Sample]] = {}
     for sample in group:
         parts.setdefault(sample.trajectory, []).append(sample)

@@ -446,13 +446,8 @@ def _split(where: str, prompt: Prompt | None, chosen: Prompt, rejected: Prompt) 
     if isinstance(prompt, str) and isinstance(chosen, str):
         return prompt, chosen, rejected
     answers = [as_messages(chosen, "assistant"), as_messages(rejected, "assistant")]
-    if prompt is None:
-        shared = 0
-        while shared < min(map(len, answers)) - 1 and answers[0][shared] == answers[1][shared]:
-            shared += 1
-        given = answers[0][:shared]
-    else:
-        given = as_messages(prompt)
+    shared = answers[0][: shared_length(answers[0][:-1], answers[1][:-1])]
+    given = shared if prompt is None else as_messages(prompt)
     if prompt is None or all(answer[: len(given)] == given for answer in answers):
         answers = [answer[len(given) :] for answer in answers]
     if not given or given[0]["role"] == "assistant":

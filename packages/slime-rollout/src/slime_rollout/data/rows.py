@@ -85,7 +85,8 @@ def check_row(raw: RawRow, config: RolloutConfig) -> PromptRow:
     else:
         advice = "name it with --input-key"
         input_key, value = find_field(raw, values, fields.input_key, _INPUT_KEYS, "the prompt", advice)
-        used, prompt = {input_key}, text_or_messages(f"{where}: {input_key!r}", _as_text(value))
+        value = str(value) if type(value) is int else value  # such as the number of a task
+        used, prompt = {input_key}, text_or_messages(f"{where}: {input_key!r}", value)
     label_key = fields.label_key or _LABEL_KEY
     label_value = _label_value(raw, values, fields.label_key)
     label = _label(f"{where}: {label_key!r}", label_value, fields.label_key)
@@ -185,7 +186,9 @@ def row_values(raw: RawRow) -> dict[str, Any]:
     if isinstance(raw.value, DataError):
         raise raw.value
     if isinstance(raw.value, dict):
-        return _plain_row(raw.where, raw.value)
+        # A row is the same in every format: columns cannot tell an absent field from null, and give every object the
+        # fields of all, so what is null, or NaN as pandas writes it, is left out.
+        return {key: _plain(f"{raw.where}: {key!r}", value) for key, value in raw.value.items() if not _is_null(value)}
     try:
         values = orjson.loads(raw.value)
     except orjson.JSONDecodeError as error:
@@ -264,11 +267,6 @@ def common_values(
     return {"where": where, "tools": tools, "metadata": others | (metadata or {})}
 
 
-def _as_text(value: Any) -> Any:
-    """A whole number as text, such as the number of a task; anything else as it is."""
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
 def _label_value(raw: RawRow, values: dict[str, Any], given: str | None) -> Any:
     """The value of the label's field, which must be there and not null if it is ``given``."""
     value = value_at(values, given or _LABEL_KEY)
@@ -314,15 +312,6 @@ def _tools(where: str, value: Any) -> list[dict[str, Any]] | None:
     if value is not None and not (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
         raise DataError(f"{where} must be a list of objects that describe tools, got {kind(value)}")
     return value or None
-
-
-def _plain_row(where: str, row: dict[str, Any]) -> dict[str, Any]:
-    """A table's row as a JSON object, so that a row is the same in every format.
-
-    Columns cannot tell an absent field from null, and give every object the fields of all: what is null, or NaN as
-    pandas writes it, is left out. Dates become ISO text; decimals and UUIDs text.
-    """
-    return {key: _plain(f"{where}: {key!r}", value) for key, value in row.items() if not _is_null(value)}
 
 
 def _is_null(value: Any) -> bool:

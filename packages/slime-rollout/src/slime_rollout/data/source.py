@@ -35,14 +35,9 @@ class AccountedSource(abc.ABC):
     """
 
     def __init__(self) -> None:
-        self._ledger = Ledger()
+        self.ledger = Ledger()  # where every sample of this source went
         self._unfinished: deque[Group] = deque()
         self._buffer: deque[Group] = deque()  # what was given back and waits
-
-    @property
-    def ledger(self) -> Ledger:
-        """Where every sample of this source went."""
-        return self._ledger
 
     def get_samples(self, num_groups: int) -> list[Group]:
         """The next groups: first those that were out when a loaded state was saved, then others.
@@ -55,7 +50,7 @@ class AccountedSource(abc.ABC):
         except BaseException:
             self._unfinished.extendleft(reversed(resumed))
             raise
-        self._ledger.hand_out(groups)
+        self.ledger.hand_out(groups)
         return groups
 
     @abc.abstractmethod
@@ -68,8 +63,8 @@ class AccountedSource(abc.ABC):
 
     def take_back(self) -> None:
         """Hand out first, as it stands, what is out now: whoever had it has stopped."""
-        groups = self._ledger.out_groups()
-        self._ledger.put_back(groups)
+        groups = self.ledger.out_groups()
+        self.ledger.put_back(groups)
         self._unfinished.extendleft(reversed(groups))
 
     @abc.abstractmethod
@@ -86,7 +81,7 @@ class AccountedSource(abc.ABC):
 
     def check_ledger(self, in_flight: Iterable[Group] = ()) -> str | None:
         """Between rollouts: which samples are lost or doubled, if any; ``in_flight`` is rightly out."""
-        return self._ledger.problem(chain(self._unfinished, self._buffer), in_flight)
+        return self.ledger.problem(chain(self._unfinished, self._buffer), in_flight)
 
     @abc.abstractmethod
     def _next_groups(self, num_groups: int) -> list[Group]:
@@ -149,23 +144,22 @@ class RolloutDataSource(AccountedSource):
     def add_samples(self, groups: list[Group]) -> None:
         """Give groups back. Without a buffer they are dropped, and count as aborted."""
         logger.debug("%d groups given back to a data source without a buffer are dropped", len(groups))
-        self._ledger.settle(groups, Fate.ABORTED)
+        self.ledger.settle(groups, Fate.ABORTED)
 
     def fresh_index(self) -> int:
         """As for `AccountedSource`."""
-        number = self._next_sample
         self._next_sample += 1
-        return number
+        return self._next_sample - 1
 
     def begin(self) -> Callable[[], None]:
         """As for `AccountedSource`."""
         place, numbers = (self._feed.epoch, self._feed.position), (self._next_group, self._next_sample, self._choices)
-        ledger, unfinished, buffer = self._ledger.copy(), self._unfinished.copy(), self._buffer.copy()
+        ledger, unfinished, buffer = self.ledger.copy(), self._unfinished.copy(), self._buffer.copy()
 
         def undo() -> None:
             self._feed.seek(*place)
             self._next_group, self._next_sample, self._choices = numbers
-            self._ledger, self._unfinished, self._buffer = ledger, unfinished, buffer
+            self.ledger, self._unfinished, self._buffer = ledger, unfinished, buffer
 
         return undo
 
@@ -180,8 +174,8 @@ class RolloutDataSource(AccountedSource):
             "position": self._feed.position,
             "next_group": self._next_group,
             "next_sample": self._next_sample,
-            "ledger": self._ledger.state_dict(),
-            "unfinished": plain_groups(chain(self._ledger.out_groups(), self._unfinished)),
+            "ledger": self.ledger.state_dict(),
+            "unfinished": plain_groups(chain(self.ledger.out_groups(), self._unfinished)),
             "buffer": plain_groups(self._buffer),
             "choices": self._choices,
         }
@@ -194,7 +188,7 @@ class RolloutDataSource(AccountedSource):
         """
         self._check_state(state)
         unfinished, buffer = groups_from_plain(state["unfinished"]), groups_from_plain(state["buffer"])
-        self._ledger.load_state_dict(state["ledger"], chain(unfinished, buffer))
+        self.ledger.load_state_dict(state["ledger"], chain(unfinished, buffer))
         self._feed.seek(state["epoch"], state["position"])
         self._next_group, self._next_sample = state["next_group"], state["next_sample"]
         self._choices = state.get("choices", 0)
@@ -287,7 +281,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         Raises `DataError` if a sample is not out: trained on, dropped or given back before. Nothing is added then.
         """
         groups = [group for group in groups if group]
-        self._ledger.put_back(groups)
+        self.ledger.put_back(groups)
         self._buffer.extend(groups)
 
     def _next_groups(self, num_groups: int) -> list[Group]:
@@ -308,7 +302,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         taken, kept = set(map(id, chosen)), set(map(id, offered))
         dropped = [group for group in self._buffer if id(group) not in taken and id(group) not in kept]
         self._buffer = deque(group for group in self._buffer if id(group) in kept and id(group) not in taken)
-        self._ledger.drop_buffered(dropped)
+        self.ledger.drop_buffered(dropped)
         self._choices += 1
         return chosen
 

@@ -1,5 +1,6 @@
 """Sampling from engines: token ids in, token ids with log-probs and weight versions out."""
 
+from slime_rollout.data.ledger import by_trajectory
 from slime_rollout.generate.client import EngineClient
 from slime_rollout.generate.completion import Completion
 from slime_rollout.generate.context import (
@@ -10,7 +11,7 @@ from slime_rollout.generate.context import (
     sampling_seed,
     single_turn,
 )
-from slime_rollout.generate.custom import by_trajectory, current, make_generate, number_parts
+from slime_rollout.generate.custom import current, make_generate, number_parts
 from slime_rollout.generate.trajectory import Trajectory, call_tool, generate_single
 from slime_rollout.generate.turn_log import TurnLog
 

@@ -27,6 +27,7 @@ from slime_core.types.arrays import columns_of
 from slime_core.user_functions import load_function
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data.chat import TextError, encode_text
+from slime_rollout.data.ledger import by_trajectory
 from slime_rollout.errors import GenerationError, is_number
 from slime_rollout.generate.context import FINISHED, GenerateGroup, GenerationContext, clear_response, single_turn
 
@@ -374,14 +375,6 @@ def forget_rows_prompts(groups: Iterable[Group]) -> None:
     for group in groups:
         for sample in group:
             sample.metadata.pop(ROWS_PROMPT_KEY, None)
-
-
-def by_trajectory(group: Iterable[Sample]) -> dict[int, list[Sample]]:
-    """The samples of each trajectory, by its number."""
-    parts: dict[int, list[Sample]] = {}
-    for sample in group:
-        parts.setdefault(sample.trajectory, []).append(sample)
-    return parts
 
 
 def number_parts(groups: Iterable[Group], fresh: Callable[[], int]) -> None:

@@ -44,7 +44,7 @@ from slime_rollout.hooks.rollouts import RewardPostProcess, RolloutHooks, Sample
 from slime_rollout.hooks.train_data import DataPostprocess
 from slime_rollout.reward_config import REMOTE_RULES
 from slime_rollout.rewards import find_rule, make_scorer
-from slime_rollout.threads import all_of, call_within
+from slime_rollout.threads import all_of, blaming, call_within
 
 TIME_LIMIT = 60.0
 REPLIES = ("The answer is 4.", "I do not know.")
@@ -115,12 +115,8 @@ class Trial:
 def try_hook(hook: GivenHook, trial: Trial) -> str:
     """Call a hook as a rollout would, and say what it did in a few words; a `SlimeError` if it broke its contract."""
     trial = dataclasses.replace(trial, config=hook.config)
-    try:
+    with blaming("it", ContractError):
         return str(call_within(trial.time_limit, "it", _TRIALS[hook.kind.field], trial, flag="--time-limit"))
-    except SlimeError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise ContractError(f"it raised {type(error).__name__}: {error}") from error
 
 
 def _try_generate(trial: Trial) -> str:

@@ -9,7 +9,7 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -203,21 +203,16 @@ def _settle(groups: list[Group], source: AccountedSource) -> None:
     ledger = source.ledger
     out = {sample.trajectory for group in ledger.out_groups() for sample in group}
     for group in groups:
-        fresh = [sample for sample in group if sample.trajectory not in out]
+        fresh = [sample for sample in group if sample.trajectory not in out]  # not of this source: it numbers them
         for parts in by_trajectory(fresh).values():
-            _number_anew(parts, source.fresh_index)
+            for sample in parts:
+                sample.index = source.fresh_index()
+            for sample in parts:
+                sample.trajectory_id = parts[0].index if parts[1:] else None
         ledger.hand_out([fresh] if fresh else [])
     number_parts(groups, source.fresh_index)
     ledger.settle(groups, Fate.TRAINED)
     ledger.settle(ledger.out_groups(), Fate.FILTERED)
-
-
-def _number_anew(parts: list[Sample], fresh: Callable[[], int]) -> None:
-    """Numbers for the samples of a trajectory that the data source has not handed out."""
-    for sample in parts:
-        sample.index = fresh()
-    for sample in parts:
-        sample.trajectory_id = parts[0].index if parts[1:] else None
 
 
 def _is_groups(found: Any) -> bool:

@@ -131,13 +131,10 @@ def _chosen_letter(answer: str, letters: str) -> str | None:
         inner = re.sub(r"\\(?:text|textbf|mathrm)\s*\{([^{}]*)\}", r"\1", boxed).strip(" ().")
         if len(inner) == 1 and inner.upper() in letters:
             return inner.upper()
-    answer = _said_in_lower_case(answer)
+    # The words that say so, in lower case.
+    answer = re.sub(r"\b(?:answer|choice|option|is)\b", lambda match: match[0].lower(), answer, flags=re.IGNORECASE)
     for patterns in ((_SAID_LETTER, _SAID_LOWER), (_LONE_LETTER,), (_CORRECT_LOWER,)):
         found = [match for pattern in patterns for match in pattern.finditer(answer) if match[1].upper() in letters]
         if found:
             return max(found, key=lambda match: match.start(1))[1].upper()
     return None
-
-
-def _said_in_lower_case(answer: str) -> str:
-    return re.sub(r"\b(?:answer|choice|option|is)\b", lambda match: match[0].lower(), answer, flags=re.IGNORECASE)

@@ -111,11 +111,6 @@ class Rule:
         return self.compare(answer, label, metadata) if self.metadata_keys else self.compare(answer, label)
 
 
-def _boxed_after_thought(response: str) -> str | None:
-    answer = after_thought(response)
-    return None if answer is None else last_boxed(answer)
-
-
 _DAPO_WRONG: RewardValue = {"score": -1.0, "acc": 0.0}
 
 
@@ -127,7 +122,7 @@ _RULES = {
     "exact": Rule(exact, instant=True),
     "first_integer": Rule(first_integer, instant=True),
     "math": Rule(math_equal, last_boxed),
-    "deepscaler": Rule(math_equal, _boxed_after_thought),
+    "deepscaler": Rule(math_equal, lambda response: last_boxed(after_thought(response) or "")),
     "dapo": Rule(_dapo, answer_line, wrong=_DAPO_WRONG),
     "f1": Rule(token_f1),
     "gpqa": Rule(multiple_choice, metadata_keys=METADATA_KEYS),
@@ -216,7 +211,8 @@ def read_reward(value: Any, keys: Collection[str | None] = ()) -> RewardValue | 
     """
     try:
         if not isinstance(value, dict):
-            return _finite(value)
+            number = math.nan if isinstance(value, str | bytes) else float(scalar(value))
+            return number if abs(number) <= _LARGEST else None  # nor is NaN
         parts = {str(name): _part(entry) for name, entry in value.items()}
         are_finite = {name: isinstance(part, float) and abs(part) <= _LARGEST for name, part in parts.items()}
     except Exception:  # `__float__` of a user-defined class may raise anything
@@ -229,10 +225,3 @@ def read_reward(value: Any, keys: Collection[str | None] = ()) -> RewardValue | 
 def _part(entry: Any) -> Any:
     part = reward_part(entry)
     return float(part) if isinstance(part, int | float) else part
-
-
-def _finite(value: Any) -> float:
-    number = math.nan if isinstance(value, str | bytes) else float(scalar(value))
-    if not abs(number) <= _LARGEST:  # nor is NaN
-        raise ValueError
-    return number

@@ -149,8 +149,7 @@ class RowRuleReward:
             timeout, boxed = settings.timeout_of_rule(name), name.startswith(BOXED)
             remote = RemoteReward(settings.rm_url or "", timeout=timeout, boxed=boxed, keys=self._names)
             service = f"the service of --rm-url {redacted(settings.rm_url or '')}"
-            limit = WITH_A_SERVICE
-            tolerance = Tolerance(names=self._names, drop=drop, replaces=replaces, name=service, limit=limit)
+            tolerance = Tolerance(names=self._names, drop=drop, replaces=replaces, name=service, limit=WITH_A_SERVICE)
             return tolerance.each(remote)
         rule = find_rule(name)
         if rule.instant:
