@@ -16,7 +16,7 @@ from slime_convert.errors import WeightError
 from slime_convert.families import FAMILIES
 from slime_convert.families.family import EMBEDDING, OUTPUT, ROWS, WHOLE, HfPart, WeightRule, in_module
 from slime_convert.families.layouts import LESS_ONE, AnyTensor, concat, plus_one, split
-from slime_convert.files.reading import TensorReader, are_equal
+from slime_convert.files.reading import are_equal, read_whole
 from slime_convert.files.tensors import LazyTensor, TensorInfo
 from slime_convert.shape import ModelShape
 
@@ -178,8 +178,7 @@ class WeightMap:
         rule: WeightRule = self._find(name).rule
         _check_shape(name, matrix, (*self._lengths(rule.dims)[:1], *matrix.shape[1:]))
         rows = [self._lengths(part.dims)[0] for part in rule.hf]
-        parts: list[AnyTensor] = rule.layout.cut(matrix, rows, self._sizes)
-        return parts
+        return rule.layout.cut(matrix, rows, self._sizes)
 
     def huggingface(self, hf_name: str, load: Callable[[str], AnyTensor]) -> AnyTensor:
         """A Hugging Face weight from the Megatron weights that it lies in; ``load`` gives these, whole, by name.
@@ -299,8 +298,7 @@ class WeightMap:
             tensor = split(tensor, [expected[0], padding])[0]
         _check_shape(name, tensor, expected)
         rows = [self._lengths(part.dims)[0] for part in rule.hf]
-        parts: list[AnyTensor] = rule.layout.cut(tensor, rows, self._sizes)
-        return parts
+        return rule.layout.cut(tensor, rows, self._sizes)
 
     def _loaded(self, part: HfPart, weight: _Weight, load: Callable[[str], AnyTensor]) -> AnyTensor:
         name = weight.fill(part.name)
@@ -321,10 +319,7 @@ def _alike(name: str, copies: Sequence[Any]) -> Any:
             if not (are_equal(first, copy) if isinstance(first, LazyTensor) else first.equal(copy)):
                 what = f"must be the same on each tensor-parallel rank, but differs between ranks 0 and {rank}"
                 raise WeightError(f"{name} {what}; use a checkpoint whose ranks agree")
-        with TensorReader() as reader:
-            data = reader.read(first) if isinstance(first, LazyTensor) else memoryview(b"")
-            reader.finish()
-        return data
+        return read_whole(first) if isinstance(first, LazyTensor) else memoryview(b"")
 
     if isinstance(first, LazyTensor):
         return LazyTensor.made(first.dtype, first.shape, checked)

@@ -23,7 +23,7 @@ from slime_convert.errors import GgufError, UnsupportedModelError
 from slime_convert.extras import install_hint
 from slime_convert.families.layouts import deinterleave, interleave
 from slime_convert.files import file_inside, open_file
-from slime_convert.files.reading import TensorReader
+from slime_convert.files.reading import read_whole
 from slime_convert.files.tensors import LazyTensor, StoredBytes, tensor_info
 from slime_convert.formats.checkpoint import Weights
 from slime_convert.mapping import WeightMap
@@ -339,9 +339,8 @@ def _expanded(path: Path, place: GgufTensor) -> memoryview:
     import numpy as np
     from gguf import GGMLQuantizationType, dequantize
 
-    with TensorReader() as reader:
-        stored = StoredBytes(path, place.offset, place.nbytes, place.name, error=GgufError)
-        data = np.frombuffer(reader.read(LazyTensor.stored("uint8", (place.nbytes,), stored)), np.uint8)
+    stored = StoredBytes(path, place.offset, place.nbytes, place.name, error=GgufError)
+    data = np.frombuffer(read_whole(LazyTensor.stored("uint8", (place.nbytes,), stored)), np.uint8)
     if not (count := math.prod(place.shape)):
         return memoryview(b"")
     columns = place.shape[-1] if place.shape else 1
