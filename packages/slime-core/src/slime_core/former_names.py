@@ -94,9 +94,6 @@ class _Moved(Loader):
     ) -> ModuleSpec | None:
         return ModuleSpec(name, self) if name in self._now else None
 
-    def create_module(self, spec: ModuleSpec) -> None:
-        return None
-
     def exec_module(self, module: ModuleType) -> None:
         now = self._now[module.__name__]
         warnings.warn(

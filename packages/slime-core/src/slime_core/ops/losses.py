@@ -354,15 +354,12 @@ def _config(
     estimator: str, batch: Batch, eps_clip: float, eps_clip_high: float | None, kl_loss_coef: float, **settings: Any
 ) -> AlgorithmConfig:
     with_reference = batch.get("ref_log_probs") is not None
-    settings |= {"eps_clip": eps_clip, "eps_clip_high": eps_clip_high}
-    settings |= {"kl_loss_coef": kl_loss_coef} if with_reference else {}
-    return _checked_config(estimator, with_reference, **settings)
+    settings |= {"advantage_estimator": estimator, "eps_clip": eps_clip, "eps_clip_high": eps_clip_high}
+    settings |= {"use_kl_loss": True, "kl_loss_coef": kl_loss_coef} if with_reference else {}
+    return _checked_config(**settings)
 
 
-@functools.lru_cache(maxsize=64)
-def _checked_config(estimator: str, with_reference: bool, **settings: Any) -> AlgorithmConfig:
-    """A config is checked once, not in every step."""
-    return AlgorithmConfig(advantage_estimator=estimator, use_kl_loss=with_reference, **settings)
+_checked_config = functools.lru_cache(maxsize=64)(AlgorithmConfig)  # it is checked once, not in every step
 
 
 def _numbered(group_ids: Ids) -> Tensor:

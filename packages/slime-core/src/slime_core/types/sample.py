@@ -164,8 +164,8 @@ class Sample:
         if count:
             had, mask = (self.rollout_log_probs if length else None), self.loss_mask or [1] * length
             had_kept = self.kept_tokens if length else None
-            self._check_append(where, count, trained=trained, mask=mask, log_probs=(had, new_log_probs))
-            self._check_append(where, count, trained=trained, mask=mask, kept_tokens=(had_kept, kept_tokens))
+            columns = {"log_probs": (had, new_log_probs), "kept_tokens": (had_kept, kept_tokens)}
+            self._check_append(where, count, trained=trained, mask=mask, **columns)
             if kept_tokens is not None or had_kept is not None:
                 self.kept_tokens = (had_kept or nothing_kept(length)) + (kept_tokens or nothing_kept(count))
             missing = new_log_probs is None and had is None

@@ -129,16 +129,12 @@ class TrainShard:
     @functools.cached_property
     def samples(self) -> list[TrainSample]:
         """The samples of this rank: the same objects with every call."""
-        extras = [name for name in self.columns if name not in _NUMBERS | _ROWS]
-        fields = [
-            column.rows if isinstance(column, Ragged) else column.tolist()
-            for column in map(self.columns.__getitem__, (*_NUMBERS, *_ROWS, *extras))
-        ]
-        known = len(_NUMBERS) + len(_ROWS)
+        known = (*_NUMBERS, *_ROWS)
+        extras = [name for name in self.columns if name not in known]
+        columns = [self.columns[name] for name in (*known, *extras)]
+        fields = [column.rows if isinstance(column, Ragged) else column.tolist() for column in columns]
         return [
-            TrainSample(
-                **dict(zip((*_NUMBERS, *_ROWS), row, strict=False)), extras=dict(zip(extras, row[known:], strict=True))
-            )
+            TrainSample(**dict(zip(known, row, strict=False)), extras=dict(zip(extras, row[len(known) :], strict=True)))
             for row in zip(*fields, strict=True)
         ]
 
