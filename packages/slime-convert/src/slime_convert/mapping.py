@@ -158,8 +158,7 @@ class WeightMap:
             tensor: The whole weight; embedding and output layer may have any padding.
 
         Raises:
-            WeightError: Unknown name, a shape other than the config's, or a weight of one expert that Hugging Face has
-                together with the others'.
+            WeightError: Unknown name, another shape than the config's, or one expert's where Hugging Face joins them.
         """
         if name == "output_layer.weight" and not self.shape.untie_embeddings_and_output_weights:
             return []

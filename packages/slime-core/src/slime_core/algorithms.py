@@ -69,8 +69,7 @@ class EstimatorType:
         is_whitened: Its paper has advantages whitened, and it is refused without that.
         sequence_ratio: A response has one policy ratio, in place of one per token.
         token_loss: Its function's name in the table of `slime_core.ops.objective`.
-        settings: Settings that have an effect with this estimator alone, or with others that have them here too; the
-            function takes them.
+        settings: Settings that have an effect only with estimators that have them here; the function takes them.
         ignores: Settings of all estimators that have no effect with this one.
         paper_bounds: The clip range of its paper, as flags, where the default is far from it.
         paper_sums: Its paper sums over the tokens of a response.

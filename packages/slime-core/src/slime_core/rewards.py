@@ -59,8 +59,7 @@ def normalize_group_rewards(
 
     Raises:
         ConfigError: ``eps`` is negative or not finite.
-        DataError: The lengths differ, a reward is NaN or infinite (names the samples), or samples of one trajectory
-            differ in reward.
+        DataError: Lengths differ, a reward is not finite (names the samples), or samples of a trajectory differ in it.
     """
     if not 0 <= eps < math.inf:
         raise ConfigError(f"eps {eps} must be a finite number, 0 or more; 1e-6 is usual")
@@ -105,8 +104,7 @@ def estimator_rewards(
     - ``rloo``: :func:`leave_one_out_rewards`.
     - ``ppo``, ``reinforce_plus_plus``, and all of them without ``normalize``: as they are.
 
-    The other arguments, the result and the errors are those of :func:`normalize_group_rewards`; an unknown estimator is
-    a ConfigError.
+    Arguments, result and errors are those of :func:`normalize_group_rewards`; an unknown estimator is a ConfigError.
     """
     row = estimator_row(estimator)
     names: dict[str, Any] = {"sample_indices": sample_indices, "trajectory_ids": trajectory_ids}

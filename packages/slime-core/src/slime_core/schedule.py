@@ -290,8 +290,7 @@ def check_batch_sizes(
 ) -> None:
     """Check that a rollout splits into whole steps, ranks and micro-batches. Can be asked before a run starts.
 
-    ``num_samples`` counts trajectories, where one may yield several samples; the others are those of
-    :class:`ShardSpec`.
+    ``num_samples`` counts trajectories, of one sample or several; the others are those of :class:`ShardSpec`.
 
     Raises:
         ConfigError: It does not, with the sizes and what to set.

@@ -36,8 +36,7 @@ def verify(
     Args:
         left: A checkpoint.
         right: Another.
-        origin_hf_dir: A Hugging Face directory with the ``config.json`` of both; needed only if neither side tells the
-            model's shape.
+        origin_hf_dir: A Hugging Face directory with the ``config.json`` of both; needed if neither tells the shape.
         tolerance: Accept absolute differences up to this, whatever the types; ``None`` asks for equal bits and types.
         on_progress: Called after each pair of weights.
 

@@ -1,5 +1,4 @@
-"""DeepSeek V3 and what shares its latent attention and router: Kimi-K2, Moonlight, GLM-4.7-Flash; with sparse
-attention V3.2 and GLM-5."""
+"""DeepSeek V3 and what has its attention and router: Kimi-K2, Moonlight, GLM-4.7-Flash; sparse: V3.2 and GLM-5."""
 
 from __future__ import annotations
 

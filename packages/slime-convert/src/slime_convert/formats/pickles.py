@@ -55,8 +55,7 @@ def loads(data: bytes, *, allowed: Container[str] | None = None, enums: Collecti
     Args:
         allowed: What it may name, as :class:`Name` writes it; anything by default. Python's own reader, given the same
             bytes, looks up no other names: this one ends with an error wherever the two might differ.
-        enums: Classes that it may name, too, and whose members it may get with ``getattr``, as Python 3.11.0 to 3.11.3
-            write them.
+        enums: Classes that it may name, and get members of with ``getattr``, as Python 3.11.0 to 3.11.3 write them.
 
     Returns:
         Plain values, lists, tuples and dicts; :class:`Name` for types and functions; :class:`Obj` for everything that

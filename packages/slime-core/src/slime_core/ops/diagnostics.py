@@ -4,8 +4,7 @@ Shapes: T tokens of N sequences, one sequence after the other; a sequence is nev
 
 Sums under the loss's token weights add up over micro-batches and data-parallel ranks. Not everything is such a sum:
 standard deviations and effective sample sizes are functions of three sums, a minimum or maximum has to be taken as one,
-and medians cannot be had this way at all. `Statistics` holds each in the form that can be combined, and turns them into
-plain metrics at the end.
+and medians cannot be had this way. `Statistics` holds each in the form that can be combined, and makes metrics of them.
 """
 
 from __future__ import annotations

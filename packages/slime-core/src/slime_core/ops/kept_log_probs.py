@@ -55,8 +55,7 @@ def kept_log_probs_and_entropy(
 
     Returns:
         Log-probs [T] in nats, and entropies [T] in nats of the same distribution or ``None``; the same on all ranks.
-        The gradient of the hidden states is that of all kept tokens on all ranks, that of the weight the rank's own
-        rows'.
+        The gradient of the hidden states is that of all kept tokens on all ranks, the weight's that of the rank's rows.
 
     Raises:
         ConfigError: The temperature is not above 0.

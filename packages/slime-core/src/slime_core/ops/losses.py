@@ -3,8 +3,7 @@
 B sequences in a batch, L tokens of the longest. Per-token inputs have one of three shapes, the same for all inputs of a
 call: rows [B, L], with padding where the mask is 0; a list of B tensors; or all sequences in one row [T], with
 ``lengths``. Each function has its paper's clip ranges as defaults. :func:`algorithm_loss` computes the loss of any
-:class:`slime_core.config.AlgorithmConfig`. ``torch.compile`` traces it as one graph if it is given advantages, and a
-config that was built before.
+:class:`slime_core.config.AlgorithmConfig`. ``torch.compile`` makes one graph of it with advantages and a ready config.
 """
 
 from __future__ import annotations
@@ -130,8 +129,7 @@ def algorithm_loss(
     """The policy's loss by configuration: rewards, advantages, aggregation, corrections, KL and entropy.
 
     Args:
-        config: All settings. Sums over a whole step (whitening, the mean of ``mis_batch_normalize``) are over this
-            call.
+        config: All settings. Sums over a step (whitening, the mean of ``mis_batch_normalize``) are over this call.
 
     Raises:
         ConfigError: The configuration needs an input that is missing, or does not use one that is given.
@@ -197,8 +195,7 @@ def dr_grpo_loss(
 ) -> Loss:
     """Dr.GRPO (Liu et al. 2025, listing 1): no standard deviation, and each response's sum over one constant.
 
-    ``loss_divisor`` is that constant, in the paper the largest number of tokens that a response may have. The clip
-    range is 0.2.
+    ``loss_divisor`` is that constant, in the paper the largest number of a response's tokens. The clip range is 0.2.
     """
     settings: dict[str, Any] = {"disable_grpo_std_normalization": True, "loss_divisor": loss_divisor}
     config = _config("grpo", batch, eps_clip, eps_clip_high, kl_loss_coef, **settings)

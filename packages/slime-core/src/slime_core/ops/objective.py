@@ -1,8 +1,7 @@
 """The loss of an optimizer step: token weights, and the losses summed under them. T tokens of N responses.
 
 Weights carry the denominators of the whole step, so a step's loss is a plain sum over its tokens, micro-batches and
-ranks, and splitting the step differently changes nothing. Where a weight is 0, other tensors may hold anything,
-NaN too.
+ranks, and splitting it differently changes nothing. Where a weight is 0, other tensors may hold anything, NaN too.
 """
 
 from __future__ import annotations
@@ -79,8 +78,7 @@ def policy_objective(
 
     Returns:
         The scalar loss, and detached scalars by name: ``loss``, ``pg_loss``, ``pg_clipfrac``, ``ppo_kl``,
-        ``entropy_loss`` and ``kl_loss`` where given, and those of the corrections. All of them add up over
-        micro-batches and ranks.
+        ``entropy_loss`` and ``kl_loss`` where given, and those of corrections. All add up over micro-batches and ranks.
 
     Raises:
         ConfigError: The configuration needs an input that is missing.

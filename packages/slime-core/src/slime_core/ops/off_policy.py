@@ -315,8 +315,7 @@ def mis_weights(
     Args, besides those of :func:`tis_weights`:
         config: Levels, mode and bounds.
         lengths: N token counts, one per sequence.
-        weight_sums: With ``mis_batch_normalize``: :func:`mis_weight_sums` added up over all micro-batches and ranks of
-            the step [2].
+        weight_sums: With ``mis_batch_normalize``: :func:`mis_weight_sums`, added up over the whole step [2].
         context_group: Ranks that hold the other tokens of the same N sequences.
 
     Returns:
@@ -369,8 +368,7 @@ def mis_weight_sums(
     loss depend on how the step is split.
 
     Returns:
-        Σ weights_T · w and Σ weights_T over the trained tokens [2], w being the weights that the mode gives, before any
-        rejection.
+        Σ weights_T · w and Σ weights_T over the trained tokens [2], w being the mode's weights, before any rejection.
     """
     log_ratio_T = log_ratio(train_log_probs_T, rollout_log_probs_T, mask_T)
     lengths_N = sequence_lengths(lengths, log_ratio_T)

@@ -39,8 +39,7 @@ class Sample:
     Attributes:
         index: Number of the sample, from 0, unique in a run.
         group_index: Number of its group, from 0: the samples of one prompt share it.
-        trajectory_id: Interaction it belongs to, from 0; several training samples may share one. ``None`` means
-            ``index``.
+        trajectory_id: Its interaction, from 0; several training samples may share one. ``None`` means ``index``.
         prompt: Text, or chat messages.
         label: The expected answer, if the data has one.
         tokens: Token ids of prompt and response.

@@ -86,8 +86,7 @@ class TrainStep:
 
     Attributes:
         micro_batches: Per micro-batch, positions in ``TrainShard.samples``. All ranks have equally many.
-        global_trajectories: Trajectories in this step over all ranks: the denominator of a mean over them. Mostly a
-            trajectory is one sample.
+        global_trajectories: Trajectories, mostly of one sample, in this step over all ranks: the denominator of a mean.
         global_tokens: Trained tokens (mask 1) in this step over all ranks: the denominator of a per-token loss.
     """
 
