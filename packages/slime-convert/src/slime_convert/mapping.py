@@ -32,8 +32,7 @@ class _Weight:
 
     def fill(self, template: str) -> str:
         """A name with these numbers."""
-        name = template.replace("{i}", str(self.layer)).replace("{e}", str(self.expert))
-        return name.replace("{m}", str(self.module))
+        return template.format(i=self.layer, e=self.expert, m=self.module)
 
 
 @functools.lru_cache(maxsize=8)

@@ -75,9 +75,7 @@ def _find_in_working_folder(module_path: str) -> None:
 class _FilesByName(MetaPathFinder):
     """Finds the user's files by the names that `_load_file` gives them."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
         """The file's; ``None`` for modules of other names."""
         parent, _, name = fullname.rpartition(".")
         if parent != __name__:

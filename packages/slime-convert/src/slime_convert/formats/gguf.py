@@ -276,8 +276,7 @@ def name_in_gguf(name: str) -> str:
 
 def need_extra(*modules: str) -> None:
     """Refuse to go on without a module of the ``gguf`` extra (:class:`GgufError`)."""
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing := [name for name in modules if importlib.util.find_spec(name) is None]:
         are = "is" if len(missing) == 1 else "are"
         raise GgufError(
             f"reading GGUF needs {' and '.join(missing)}, which {are} not installed; run: "
