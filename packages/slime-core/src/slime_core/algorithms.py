@@ -22,8 +22,7 @@ class LossType:
     Attributes:
         name: The value.
         help: Its part of the flag's help.
-        trains_on: Samples that were generated and have a reward; or rows of a data set as they are: conversations, or
-            preference pairs, which make two samples each.
+        trains_on: Generated samples with a reward; or rows of a data set: conversations, or pairs of two samples each.
         is_policy_gradient: It cannot be had without advantages, and tokens whose advantage is 0 add nothing to it.
         is_custom: A function of the user computes it.
         value_head: The model gives a number per token in place of log-probs.

@@ -76,7 +76,6 @@ class _FilesByName(MetaPathFinder):
     """Finds the user's files by the names that `_load_file` gives them."""
 
     def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
-        """The file's; ``None`` for modules of other names."""
         parent, _, name = fullname.rpartition(".")
         if parent != __name__:
             return None

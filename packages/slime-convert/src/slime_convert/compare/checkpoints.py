@@ -65,8 +65,6 @@ def verify(
 
 
 class _Comparing:
-    """One comparison under way."""
-
     def __init__(self, left: Weights, right: Weights, tolerance: float | None, on_progress: OnProgress) -> None:
         self.left, self.right, self.tolerance = left, right, tolerance
         self.on_progress = on_progress

@@ -156,7 +156,6 @@ def indexer_rows(heads: str | None, *, pairs: bool) -> Layout:
 
 
 def _of_one(join: Callable[[Any], Any], cut: Callable[[Any], Any]) -> Layout:
-    """A layout of one tensor, whatever the sizes."""
     return Layout(lambda parts, _: join(parts[0]), lambda whole, _, __: [cut(whole)])
 
 

@@ -120,8 +120,6 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 class _HeaderReader:
-    """Reads one value after another."""
-
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self.place, self._left = data, 0, _MAX_TEXT_BYTES
 

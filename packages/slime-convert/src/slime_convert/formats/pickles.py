@@ -136,7 +136,6 @@ class _Machine:
         return self.data[self.place - length : self.place]
 
     def line(self) -> bytes:
-        """The bytes up to the end of the line."""
         start = self.place
         self.place = self.data.index(b"\n", start) + 1
         return self.data[start : self.place - 1]

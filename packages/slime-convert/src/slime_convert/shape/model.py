@@ -22,8 +22,7 @@ _ADVICE = "correct the model's config"
 class ModelShape:
     """A decoder's shape, under Megatron's argument names.
 
-    Each field is described where it stands. ``family`` is Hugging Face's ``model_type`` and picks the weight table.
-    Lists have an entry for each layer.
+    ``family`` is Hugging Face's ``model_type`` and picks the weight table. Lists have an entry for each layer.
 
     Raises:
         UnsupportedModelError: Unknown family.

@@ -1,7 +1,6 @@
 """From rewards to one advantage per response token: the built-in estimators, custom ones, distillation and whitening.
 
-T tokens of N responses, whole and one after the other; W ranks. Estimators need no registry: an estimator is a
-value that is passed to :func:`policy_advantages`.
+T tokens of N whole responses, one after the other; W ranks. An estimator is a value for :func:`policy_advantages`.
 """
 
 from __future__ import annotations

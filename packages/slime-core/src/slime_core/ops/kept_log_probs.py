@@ -1,8 +1,7 @@
 """Log-probs and entropies over kept tokens alone: the distribution that top-p, top-k or min-p sampled from.
 
 An engine that samples from a part of the vocabulary draws from softmax over that part. Where the trainer normalizes
-over the same part, both have one distribution, and ratios of probabilities are right; over the whole vocabulary, the
-ratio would be off by the kept mass.
+over the same part, ratios of probabilities are right; over the whole vocabulary, they would be off by the kept mass.
 
 Only the logits of kept tokens are computed, from hidden states: as many products of vectors as there are kept tokens.
 

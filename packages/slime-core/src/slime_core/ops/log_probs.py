@@ -23,8 +23,7 @@ from slime_core.ops.tokens import may_look
 IGNORED = -100
 """A target that is not looked at, as in ``torch.nn.functional.cross_entropy``: its log-prob is 0, without gradient."""
 
-# A chunk is a part of the logits so small that two buffers of it in fp32 add an eighth to bf16 logits at most, unless
-# chunks would be too small to be worth a kernel.
+# A chunk is so small that two buffers of it in fp32 add an eighth to bf16 logits at most, but worth a kernel.
 _CHUNKS, _MIN_ELEMENTS = 32, 1 << 16
 # Stands in for the log-probability −inf where it meets a factor exp(−inf) = 0: their product must be 0, not NaN.
 _FLOOR = -1e4

@@ -482,7 +482,6 @@ class _Rows:
         return torch.as_tensor(found, dtype=self.mask_T.dtype, device=self.log_probs_T.device)
 
     def estimated(self, config: AlgorithmConfig) -> Advantages:
-        """Advantages and returns of the estimator."""
         estimator, path = self.batch.get("estimator"), config.custom_advantage_function_path
         if estimator is None and path is not None:
             estimator = load_function(path, "--custom-advantage-function-path", arguments=("inputs",))

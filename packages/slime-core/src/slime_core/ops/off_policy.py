@@ -299,8 +299,7 @@ def mis_weights(
     """Masked importance sampling, MIS, in its variants.
 
     Liu, Li et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch";
-    rejection apart from the weights, the veto and the normalisation are as its authors later put them into public
-    trainers (verl, "rollout correction").
+    rejection apart from the weights, veto and normalisation are its authors' later work (verl, "rollout correction").
 
     The ratio is that of the ``token``, exp(d_t); of the whole ``sequence``, exp(Σ m d); or its ``geometric`` mean over
     the trained tokens, exp(Σ m d / Σ m). Then, in this order:
@@ -364,8 +363,7 @@ def mis_weight_sums(
 ) -> Tensor:
     """The sums that :func:`mis_weights` needs for ``mis_batch_normalize``, from the same arguments.
 
-    Add the result up over the micro-batches and ranks of the step: a mean over each micro-batch alone would make the
-    loss depend on how the step is split.
+    Add them up over the step's micro-batches and ranks: means of micro-batches would depend on how it is split.
 
     Returns:
         Σ weights_T · w and Σ weights_T over the trained tokens [2], w being the mode's weights, before any rejection.

@@ -100,8 +100,7 @@ def preference_objective(
 
     Returns:
         The scalar loss, and detached scalars by name: ``loss``, ``accuracy`` (the share of pairs whose chosen response
-        has the strictly larger reward), ``chosen_reward``, ``rejected_reward`` and ``reward_margin``. All of them add
-        up over micro-batches and ranks.
+        has the strictly larger reward), ``chosen_reward``, ``rejected_reward`` and ``reward_margin``. All add up.
 
     Raises:
         DataError: The shapes differ, or ``global_pairs`` is below 1.
