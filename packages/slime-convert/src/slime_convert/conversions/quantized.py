@@ -256,7 +256,8 @@ def _together(
     """Tensors that are computed from one weight together."""
 
     def make() -> memoryview:
-        return memoryview(b"".join(map(bytes_of, compute(*load_whole(weight)))))
+        tensors = compute(*load_whole(weight))
+        return memoryview(b"".join(map(bytes_of, tensors)))
 
     sizes = [info.nbytes for info in infos]
     parts = split(LazyTensor.made("uint8", (sum(sizes),), make), sizes)

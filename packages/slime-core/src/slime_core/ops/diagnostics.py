@@ -228,7 +228,7 @@ def _merge(whole: dict[str, Tensor], part: dict[str, Tensor], combine: Callable[
 def _all_reduce(
     parts: Iterable[dict[str, Tensor]], operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
 ) -> None:
-    """Put in all ranks' values, by one collective, in the order of their names whatever the order they came in."""
+    """Reduce values in place, by one collective, in the order of their names whatever the order they came in."""
     places = [(part, name) for part in parts for name in sorted(part)]
     if not places:
         return
