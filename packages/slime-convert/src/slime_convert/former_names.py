@@ -44,7 +44,7 @@ def former(module: str, name: str) -> Any:
 class _FormerModules(Loader):
     """Finds modules under the names that they had, after all other finders. They look names up when asked for one."""
 
-    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+    def find_spec(self, name: str, *_more: Any) -> ModuleSpec | None:
         package, _, below = name.partition(".")
         return ModuleSpec(name, self) if package == PACKAGE and below in MOVED else None
 

@@ -89,7 +89,7 @@ class _Moved(Loader):
     def __init__(self, now: Mapping[str, str]) -> None:
         self._now = now
 
-    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+    def find_spec(self, name: str, *_more: Any) -> ModuleSpec | None:
         return ModuleSpec(name, self) if name in self._now else None
 
     def exec_module(self, module: ModuleType) -> None:

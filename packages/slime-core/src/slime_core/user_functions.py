@@ -75,7 +75,7 @@ def _find_in_working_folder(module_path: str) -> None:
 class _FilesByName(MetaPathFinder):
     """Finds the user's files by the names that `_load_file` gives them."""
 
-    def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, *_more: Any) -> ModuleSpec | None:
         parent, _, name = fullname.rpartition(".")
         if parent != __name__:
             return None
