@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from importlib.abc import Loader
@@ -44,9 +44,7 @@ def former(module: str, name: str) -> Any:
 class _FormerModules(Loader):
     """Finds modules under the names that they had, after all other finders. They look names up when asked for one."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, *_more: Any) -> ModuleSpec | None:
         package, _, below = name.partition(".")
         return ModuleSpec(name, self) if package == PACKAGE and below in MOVED else None
 

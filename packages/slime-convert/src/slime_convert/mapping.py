@@ -16,7 +16,7 @@ from slime_convert.errors import WeightError
 from slime_convert.families import FAMILIES
 from slime_convert.families.family import EMBEDDING, OUTPUT, ROWS, WHOLE, HfPart, WeightRule, in_module
 from slime_convert.families.layouts import LESS_ONE, AnyTensor, concat, plus_one, split
-from slime_convert.files.reading import TensorReader, are_equal
+from slime_convert.files.reading import are_equal, read_whole
 from slime_convert.files.tensors import LazyTensor, TensorInfo
 from slime_convert.shape import ModelShape
 
@@ -31,9 +31,7 @@ class _Weight:
     module: int = 0
 
     def fill(self, template: str) -> str:
-        """A name with these numbers."""
-        name = template.replace("{i}", str(self.layer)).replace("{e}", str(self.expert))
-        return name.replace("{m}", str(self.module))
+        return template.format(i=self.layer, e=self.expert, m=self.module)
 
 
 @functools.lru_cache(maxsize=8)
@@ -158,8 +156,7 @@ class WeightMap:
             tensor: The whole weight; embedding and output layer may have any padding.
 
         Raises:
-            WeightError: Unknown name, a shape other than the config's, or a weight of one expert that Hugging Face has
-                together with the others'.
+            WeightError: Unknown name, another shape than the config's, or one expert's where Hugging Face joins them.
         """
         if name == "output_layer.weight" and not self.shape.untie_embeddings_and_output_weights:
             return []
@@ -178,8 +175,7 @@ class WeightMap:
         rule: WeightRule = self._find(name).rule
         _check_shape(name, matrix, (*self._lengths(rule.dims)[:1], *matrix.shape[1:]))
         rows = [self._lengths(part.dims)[0] for part in rule.hf]
-        parts: list[AnyTensor] = rule.layout.cut(matrix, rows, self._sizes)
-        return parts
+        return rule.layout.cut(matrix, rows, self._sizes)
 
     def huggingface(self, hf_name: str, load: Callable[[str], AnyTensor]) -> AnyTensor:
         """A Hugging Face weight from the Megatron weights that it lies in; ``load`` gives these, whole, by name.
@@ -299,8 +295,7 @@ class WeightMap:
             tensor = split(tensor, [expected[0], padding])[0]
         _check_shape(name, tensor, expected)
         rows = [self._lengths(part.dims)[0] for part in rule.hf]
-        parts: list[AnyTensor] = rule.layout.cut(tensor, rows, self._sizes)
-        return parts
+        return rule.layout.cut(tensor, rows, self._sizes)
 
     def _loaded(self, part: HfPart, weight: _Weight, load: Callable[[str], AnyTensor]) -> AnyTensor:
         name = weight.fill(part.name)
@@ -321,10 +316,7 @@ def _alike(name: str, copies: Sequence[Any]) -> Any:
             if not (are_equal(first, copy) if isinstance(first, LazyTensor) else first.equal(copy)):
                 what = f"must be the same on each tensor-parallel rank, but differs between ranks 0 and {rank}"
                 raise WeightError(f"{name} {what}; use a checkpoint whose ranks agree")
-        with TensorReader() as reader:
-            data = reader.read(first) if isinstance(first, LazyTensor) else memoryview(b"")
-            reader.finish()
-        return data
+        return read_whole(first) if isinstance(first, LazyTensor) else memoryview(b"")
 
     if isinstance(first, LazyTensor):
         return LazyTensor.made(first.dtype, first.shape, checked)
@@ -338,8 +330,7 @@ def _check_shape(name: str, tensor: Any, expected: tuple[int, ...]) -> None:
 
 
 def hf_copies(shape: ModelShape) -> dict[str, str]:
-    """Hugging Face weights that may be there as copies of another, by name: prediction modules of some families have
-    the embedding's and the output layer's."""
+    """Hugging Face weights that may copy another, by name: prediction modules' embedding and output layer."""
     originals = ("model.embed_tokens.weight", "lm_head.weight")[: 1 + shape.untie_embeddings_and_output_weights]
     return {
         copy.replace("{i}", str(shape.num_layers + module)): original

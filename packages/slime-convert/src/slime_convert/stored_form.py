@@ -51,8 +51,7 @@ class StoredForm:
     def tensors(self, name: str, weight: Tensor) -> list[tuple[str, Tensor]]:
         """A weight, and its scales next to it, as the model stores them; on the weight's device.
 
-        One that the model stores unquantized takes the type that it has there; one that it does not store stays as it
-        is.
+        One that the model stores unquantized takes its type there; one that it does not store stays as it is.
 
         Raises:
             WeightError: The weight holds a NaN or an infinity, or groups do not divide it.

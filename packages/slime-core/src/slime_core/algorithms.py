@@ -23,8 +23,7 @@ class LossType:
     Attributes:
         name: The value.
         help: Its part of the flag's help.
-        trains_on: Samples that were generated and have a reward; or rows of a data set as they are: conversations, or
-            preference pairs, which make two samples each.
+        trains_on: Generated samples with a reward; or rows of a data set: conversations, or pairs of two samples each.
         is_policy_gradient: It cannot be had without advantages, and tokens whose advantage is 0 add nothing to it.
         is_custom: A function of the user computes it.
         value_head: The model gives a number per token in place of log-probs.
@@ -70,8 +69,7 @@ class EstimatorType:
         is_whitened: Its paper has advantages whitened, and it is refused without that.
         sequence_ratio: A response has one policy ratio, in place of one per token.
         token_loss: Its function's name in the table of `slime_core.ops.objective`.
-        settings: Settings that have an effect with this estimator alone, or with others that have them here too; the
-            function takes them.
+        settings: Settings that have an effect only with estimators that have them here; the function takes them.
         ignores: Settings of all estimators that have no effect with this one.
         paper_bounds: The clip range of its paper, as flags, where the default is far from it.
         paper_sums: Its paper sums over the tokens of a response.

@@ -33,9 +33,8 @@ class Range:
 
     def __str__(self) -> str:
         if self.least is not None and self.most is not None:
-            return (
-                f"{self.least:.12g}" if self.least == self.most else f"between {self.least:.12g} and {self.most:.12g}"
-            )
+            least = f"{self.least:.12g}"
+            return least if self.least == self.most else f"between {least} and {self.most:.12g}"
         if self.least is not None and self.below is None:
             return f"{self.least:.12g} or more"
         bounds = (("above", self.above), ("at least", self.least), ("below", self.below), ("at most", self.most))

@@ -144,8 +144,7 @@ def flag(
         most: Largest number allowed; or ``below``, which every number must be below.
         below: See ``most``.
         advice: What to give instead of a number out of range or another value than the choices, or why.
-        may_change: Whether a run may be continued with another value: what the run is does not depend on it. As the
-            class has it unless given; likewise ``needs``.
+        may_change: Whether a run may be continued with another value; unset, as the class has it, like ``needs``.
         bare: Value when the flag is given without one.
         needs: What the flag has no effect without, of `slime_core.needs`; ``()`` for nothing.
         harmless: Whether what it asks for is so anyway where it has no effect, so that this is said, not refused.
@@ -172,9 +171,8 @@ def template_problem(name: str, template: str | None, fields: Sequence[str]) -> 
         return None
     values = dict.fromkeys(fields, 0)
     with contextlib.suppress(KeyError, IndexError, ValueError):
-        if len({template.format(**values | {field: 1}) for field in fields} | {template.format(**values)}) > len(
-            fields
-        ):
+        filled = {template.format(**values | {field: 1}) for field in fields} | {template.format(**values)}
+        if len(filled) > len(fields):
             return None
     shown = " and ".join(f"{{{field}}}" for field in fields)
     return f"{name} {template} must hold {shown}, which are filled in, and no other braces"
@@ -197,6 +195,8 @@ def flag_specs(config: type[Any]) -> tuple[FlagSpec, ...]:
         if meta is None:
             continue
         item, nargs = _item_type(hints[field.name])
+        home = next(base for base in config.__mro__ if field.name in inspect.get_annotations(base))
+        defaults: dict[str, Any] = getattr(home, "_defaults", Config._defaults)
         spec = FlagSpec(
             name=meta["name"] or "--" + field.name.replace("_", "-"),
             dest=field.name,
@@ -204,17 +204,10 @@ def flag_specs(config: type[Any]) -> tuple[FlagSpec, ...]:
             default=field.default,
             nargs=nargs,
             **{key: value for key, value in meta.items() if key != "name" and value is not None},
-            **{key: value for key, value in _defaults_of(config, field.name).items() if meta[key] is None},
+            **{key: value for key, value in defaults.items() if meta[key] is None},
         )
         specs.append(spec)
     return _SPECS.setdefault(config, tuple(specs))
-
-
-def _defaults_of(config: type[Any], name: str) -> dict[str, Any]:
-    """The defaults for flags of the class that defines a field."""
-    found = next(base for base in config.__mro__ if name in inspect.get_annotations(base))
-    defaults: dict[str, Any] = getattr(found, "_defaults", Config._defaults)
-    return defaults
 
 
 def flag_values(config: Config) -> dict[str, Any]:

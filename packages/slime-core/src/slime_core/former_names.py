@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
@@ -89,13 +89,8 @@ class _Moved(Loader):
     def __init__(self, now: Mapping[str, str]) -> None:
         self._now = now
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, *_more: Any) -> ModuleSpec | None:
         return ModuleSpec(name, self) if name in self._now else None
-
-    def create_module(self, spec: ModuleSpec) -> None:
-        return None
 
     def exec_module(self, module: ModuleType) -> None:
         now = self._now[module.__name__]

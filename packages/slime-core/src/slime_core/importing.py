@@ -51,8 +51,7 @@ SAFE_PATH, BY_US = "PYTHONSAFEPATH", "set by slime"
 def keep_to_installed() -> Iterator[None]:
     """Within the block, Python processes that are started import no module because it lies in the working folder.
 
-    Python looks there first in what is started by ``-c`` or ``-m``, as its own libraries do, and any folder may
-    hold a ``json.py``.
+    Python looks there first in what ``-c`` or ``-m`` starts, as its libraries do; any folder may hold a ``json.py``.
     """
     is_given = SAFE_PATH in os.environ
     os.environ.setdefault(SAFE_PATH, BY_US)

@@ -37,8 +37,7 @@ class MemoryState:
         EVERYTHING ── sleep(keep_weights=True) ─▶ WEIGHTS ── sleep() ─▶ NOTHING
         EVERYTHING ◀────────── wake() ─────────── WEIGHTS ◀── wake(weights_only=True) ── NOTHING
 
-    ``sleep()`` also goes from EVERYTHING to NOTHING, and ``wake()`` back. A move that raises leaves a half that may not
-    be used any more: nobody knows what it holds.
+    ``sleep()`` also goes from EVERYTHING to NOTHING, and ``wake()`` back. After a move that raised, no call may come.
     """
 
     def __init__(self, half: str) -> None:
@@ -62,17 +61,13 @@ class MemoryState:
             how = "wake()" if least is Held.EVERYTHING else "wake(weights_only=True)"
             raise MemoryStateError(f"{call} needs {least}, and {self._half} holds {self.held}; call {how} first")
 
-    @contextlib.contextmanager
-    def sleeping(self, keep_weights: bool = False) -> Iterator[None]:
+    def sleeping(self, keep_weights: bool = False) -> contextlib.AbstractContextManager[None]:
         """A ``sleep``, which the block does; `MemoryStateError` if there is nothing to give back."""
-        with self._moving("sleep", Held.WEIGHTS if keep_weights else Held.NOTHING, down=True):
-            yield
+        return self._moving("sleep", Held.WEIGHTS if keep_weights else Held.NOTHING, down=True)
 
-    @contextlib.contextmanager
-    def waking(self, weights_only: bool = False) -> Iterator[None]:
+    def waking(self, weights_only: bool = False) -> contextlib.AbstractContextManager[None]:
         """A ``wake``, which the block does; `MemoryStateError` if there is nothing to take."""
-        with self._moving("wake", Held.WEIGHTS if weights_only else Held.EVERYTHING, down=False):
-            yield
+        return self._moving("wake", Held.WEIGHTS if weights_only else Held.EVERYTHING, down=False)
 
     @contextlib.contextmanager
     def _moving(self, call: str, to: Held, *, down: bool) -> Iterator[None]:

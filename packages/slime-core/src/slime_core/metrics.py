@@ -27,8 +27,7 @@ def rollout_metrics(samples: Sequence[Sample], reward_key: str | None = None) ->
     A trajectory that became several samples counts once among the rewards, with the mean of theirs.
 
     - ``raw_reward``: mean reward of the scored trajectories (left out when there is none).
-    - ``reward/<part>``: mean of each further number of rewards that are given by name, over the trajectories that have
-      it and where it is finite.
+    - ``reward/<part>``: mean of each further number of rewards given by name, over the trajectories where it is finite.
     - ``response_len/mean``, ``/median``, ``/max``, ``/min``: response tokens of the samples.
     - ``truncated_ratio``, ``aborted_ratio``, ``failed_ratio``: share of samples with that status.
     - ``kept_tokens/mean``: under top-p, top-k or min-p, how many tokens one was sampled from.

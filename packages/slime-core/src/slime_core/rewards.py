@@ -59,15 +59,12 @@ def normalize_group_rewards(
 
     Raises:
         ConfigError: ``eps`` is negative or not finite.
-        DataError: The lengths differ, a reward is NaN or infinite (names the samples), or samples of one trajectory
-            differ in reward.
+        DataError: Lengths differ, a reward is not finite (names the samples), or samples of a trajectory differ in it.
     """
     if not 0 <= eps < math.inf:
         raise ConfigError(f"eps {eps} must be a finite number, 0 or more; 1e-6 is usual")
     groups = _group(rewards, group_indices, trajectory_ids, sample_indices)
-    scale_G = (
-        np.where(groups.std_G > 0, groups.std_G + eps / 2, 0.5) if divide_by_std else np.full_like(groups.std_G, 0.5)
-    )
+    scale_G = np.where(divide_by_std & (groups.std_G > 0), groups.std_G + eps / 2, 0.5)
     return _like(rewards, groups.shifted(subtract_mean) / groups.spread(scale_G))
 
 
@@ -107,8 +104,7 @@ def estimator_rewards(
     - ``rloo``: :func:`leave_one_out_rewards`.
     - ``ppo``, ``reinforce_plus_plus``, and all of them without ``normalize``: as they are.
 
-    The other arguments, the result and the errors are those of :func:`normalize_group_rewards`; an unknown estimator is
-    a ConfigError.
+    Arguments, result and errors are those of :func:`normalize_group_rewards`; an unknown estimator is a ConfigError.
     """
     row = estimator_row(estimator)
     names: dict[str, Any] = {"sample_indices": sample_indices, "trajectory_ids": trajectory_ids}

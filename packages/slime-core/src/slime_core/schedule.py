@@ -290,8 +290,7 @@ def check_batch_sizes(
 ) -> None:
     """Check that a rollout splits into whole steps, ranks and micro-batches. Can be asked before a run starts.
 
-    ``num_samples`` counts trajectories, where one may yield several samples; the others are those of
-    :class:`ShardSpec`.
+    ``num_samples`` counts trajectories, of one sample or several; the others are those of :class:`ShardSpec`.
 
     Raises:
         ConfigError: It does not, with the sizes and what to set.
@@ -320,27 +319,17 @@ def check_batch_sizes(
             f"a rollout of {num_samples} samples does not split into steps of --global-batch-size {global_batch_size}; "
             f"set it to a divisor of {num_samples}, such as {divisor}"
         )
-    if use_dynamic_batch_size:
-        _check_dynamic(global_batch_size, data_parallel_size)
-    else:
-        _check_fixed(global_batch_size, data_parallel_size, micro_batch_size)
-
-
-def _check_fixed(global_batch_size: int, ranks: int, micro_batch_size: int) -> None:
-    unit = ranks * micro_batch_size
-    if global_batch_size % unit:
-        raise ConfigError(
-            f"--global-batch-size {global_batch_size} must be a multiple of data-parallel size {ranks} × "
-            f"--micro-batch-size {micro_batch_size} = {unit}; set it to "
-            f"{(global_batch_size // unit + 1) * unit}, or change the micro-batch size"
-        )
-
-
-def _check_dynamic(global_batch_size: int, ranks: int) -> None:
-    if global_batch_size < ranks:
+    ranks, unit = data_parallel_size, data_parallel_size * micro_batch_size
+    if use_dynamic_batch_size and global_batch_size < ranks:
         raise ConfigError(
             f"--global-batch-size {global_batch_size} leaves some micro-batches without a sample: there are "
             f"{ranks} data-parallel ranks × 1 micro-batches or more; set it to {ranks} or more"
+        )
+    if not use_dynamic_batch_size and global_batch_size % unit:
+        raise ConfigError(
+            f"--global-batch-size {global_batch_size} must be a multiple of data-parallel size {ranks} × "
+            f"--micro-batch-size {micro_batch_size} = {unit}; set it to {(global_batch_size // unit + 1) * unit}, or "
+            "change the micro-batch size"
         )
 
 

@@ -9,7 +9,7 @@ from slime_convert.compare.distance import deviation
 from slime_convert.compare.names import AsHf, shared_weights, under_one_naming
 from slime_convert.compare.outcome import Comparison, Difference, Side, worst_first
 from slime_convert.errors import ShapeMismatchError, ToleranceError
-from slime_convert.files.reading import TensorReader, are_equal
+from slime_convert.files.reading import are_equal, load_whole
 from slime_convert.files.tensors import LazyTensor, TensorInfo
 from slime_convert.formats import detect
 from slime_convert.formats.checkpoint import Weights
@@ -36,8 +36,7 @@ def verify(
     Args:
         left: A checkpoint.
         right: Another.
-        origin_hf_dir: A Hugging Face directory with the ``config.json`` of both; needed only if neither side tells the
-            model's shape.
+        origin_hf_dir: A Hugging Face directory with the ``config.json`` of both; needed if neither tells the shape.
         tolerance: Accept absolute differences up to this, whatever the types; ``None`` asks for equal bits and types.
         on_progress: Called after each pair of weights.
 
@@ -66,8 +65,6 @@ def verify(
 
 
 class _Comparing:
-    """One comparison under way."""
-
     def __init__(self, left: Weights, right: Weights, tolerance: float | None, on_progress: OnProgress) -> None:
         self.left, self.right, self.tolerance = left, right, tolerance
         self.on_progress = on_progress
@@ -99,9 +96,7 @@ class _Comparing:
         if are_equal(left, right):
             self.num_equal += 1
             return
-        with TensorReader() as reader:
-            found = deviation(reader.load(left), reader.load(right))
-            reader.finish()
+        found = deviation(*load_whole(left, right))
         if self.tolerance is not None and found.max_abs_diff <= self.tolerance:
             self.num_within += 1
         else:

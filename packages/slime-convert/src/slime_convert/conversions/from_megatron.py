@@ -48,8 +48,7 @@ def megatron_to_hf(
         origin_hf_dir: The Hugging Face model that training began with: gives config, tokenizer and chat template. If it
             is quantized, the written config is that of an unquantized model.
         flags: Shape flags to be checked against the config, by ``dest``.
-        add_missing_from_origin_hf: Copy weights that the checkpoint lacks from ``origin_hf_dir``; quantized ones become
-            ``bfloat16``.
+        add_missing_from_origin_hf: Copy missing weights from ``origin_hf_dir``; quantized ones become ``bfloat16``.
         output: ``force``, ``max_shard_bytes``, ``on_progress``; see :class:`slime_convert.OutputOptions`.
 
     Raises:

@@ -19,14 +19,7 @@ from slime_convert.files.partial import Conversion, refuse_unfinished
 from slime_convert.files.reading import computed
 from slime_convert.files.tensors import ITEM_BYTES, LazyTensor
 from slime_convert.files.writing import in_hand
-from slime_convert.formats.hf import (
-    ADAPTER_CONFIG,
-    OutputOptions,
-    copy_model_files,
-    open_model,
-    refuse_other_copies,
-    write_model,
-)
+from slime_convert.formats import hf
 from slime_convert.formats.safetensors import ADAPTER, read_header
 from slime_convert.progress import Converted
 
@@ -58,7 +51,7 @@ _WRITTEN_BY_PEFT = "give a directory that PEFT's save_pretrained wrote"
 
 
 def merge_lora(
-    hf_checkpoint: str | Path, adapter: str | Path, save: str | Path, **output: Unpack[OutputOptions]
+    hf_checkpoint: str | Path, adapter: str | Path, save: str | Path, **output: Unpack[hf.OutputOptions]
 ) -> Converted:
     """Merge a LoRA adapter into its model.
 
@@ -74,18 +67,18 @@ def merge_lora(
     """
     origin, directory = Path(hf_checkpoint), Path(adapter)
     conversion = Conversion("merge-lora", (origin, directory))
-    model = open_model(origin)
+    model = hf.open_model(origin)
     tensors = merged({name: model.tensor(name) for name in model.tensors}, directory)
-    refuse_other_copies(tensors, model.shape, f"{origin} with {directory} merged in", tied=model.tied)
+    hf.refuse_other_copies(tensors, model.shape, f"{origin} with {directory} merged in", tied=model.tied)
     dtype = max(tensors.values(), key=lambda tensor: tensor.nbytes).dtype
-    others = partial(copy_model_files, origin=origin, config=model.config, dtype=dtype, with_adapter=False)
-    return write_model([in_hand(*item) for item in tensors.items()], save, conversion, others, **output)
+    others = partial(hf.copy_model_files, origin=origin, config=model.config, dtype=dtype, with_adapter=False)
+    return hf.write_model([in_hand(*item) for item in tensors.items()], save, conversion, others, **output)
 
 
 def merged(tensors: _Tensors, adapter: Path) -> dict[str, LazyTensor]:
     """A model's weights with an adapter merged in, names and types as they are; errors as of :func:`merge_lora`."""
     refuse_unfinished(adapter)
-    config = read_json(adapter, ADAPTER_CONFIG, AdapterError, _WRITTEN_BY_PEFT)
+    config = read_json(adapter, hf.ADAPTER_CONFIG, AdapterError, _WRITTEN_BY_PEFT)
     for key, allowed in _ALLOWED.items():
         if not any(config.get(key) == value and type(config.get(key)) is type(value) for value in allowed):
             shown = ", ".join(str(value) for value in allowed if value is not None) or "none"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from slime_convert.errors import QuantizationError, WeightError
 from slime_convert.files.partial import Conversion, refuse_unfinished
-from slime_convert.files.reading import TensorReader, bytes_of
+from slime_convert.files.reading import bytes_of, load_whole
 from slime_convert.files.tensors import LazyTensor, TensorInfo, split, tensor_info
 from slime_convert.files.writing import NewTensor, in_hand
 from slime_convert.formats.hf import HfWeights, OutputOptions, copy_model_files, write_model
@@ -256,9 +256,7 @@ def _together(
     """Tensors that are computed from one weight together."""
 
     def make() -> memoryview:
-        with TensorReader() as reader:
-            tensors = compute(reader.load(weight))
-            reader.finish()
+        tensors = compute(*load_whole(weight))
         return memoryview(b"".join(map(bytes_of, tensors)))
 
     sizes = [info.nbytes for info in infos]

@@ -46,8 +46,7 @@ def hf_to_torch_dist(
         hf_checkpoint: Directory with ``config.json`` and ``*.safetensors``.
         save: Directory to create.
         adapter: A LoRA adapter of PEFT to be merged in.
-        flags: Shape flags to be checked against the config, by ``dest``. ``mtp_num_layers`` 0 leaves prediction modules
-            out.
+        flags: Shape flags to be checked against the config, by ``dest``. ``mtp_num_layers`` 0 omits prediction modules.
         make_vocab_size_divisible_by: The embedding is padded with zero rows to a multiple of this.
         part_bytes: Largest ``.distcp`` file, in bytes of tensors; see
             :func:`slime_convert.formats.torch_dist_writer.new_release`.

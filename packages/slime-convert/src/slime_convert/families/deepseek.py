@@ -1,5 +1,4 @@
-"""DeepSeek V3 and what shares its latent attention and router: Kimi-K2, Moonlight, GLM-4.7-Flash; with sparse
-attention V3.2 and GLM-5."""
+"""DeepSeek V3 and what has its attention and router: Kimi-K2, Moonlight, GLM-4.7-Flash; sparse: V3.2 and GLM-5."""
 
 from __future__ import annotations
 
@@ -147,9 +146,7 @@ DEEPSEEK_V3 = Family(
 )
 KIMI_K2 = DEEPSEEK_V3.named("kimi_k2", models="Kimi-K2")
 GLM4_MOE_LITE = DEEPSEEK_V3.named(
-    "glm4_moe_lite",
-    defaults={"n_shared_experts": 1, "q_lora_rank": 768, "rms_norm_eps": 1e-5},
-    models="GLM-4.7-Flash",
+    "glm4_moe_lite", defaults={"n_shared_experts": 1, "q_lora_rank": 768, "rms_norm_eps": 1e-5}, models="GLM-4.7-Flash"
 )
 
 
@@ -204,10 +201,7 @@ def _sparse(model_type: str, defaults: Mapping[str, Any], *, pairs: bool, models
 
 DEEPSEEK_V32 = _sparse("deepseek_v32", {"index_n_heads": 64}, pairs=False, models="DeepSeek V3.2")
 GLM_MOE_DSA = _sparse(
-    "glm_moe_dsa",
-    {"rms_norm_eps": 1e-5, "index_n_heads": 32, "q_lora_rank": 2048},
-    pairs=True,
-    models="GLM-5, GLM-5.1",
+    "glm_moe_dsa", {"rms_norm_eps": 1e-5, "index_n_heads": 32, "q_lora_rank": 2048}, pairs=True, models="GLM-5, GLM-5.1"
 )
 
 FAMILIES = (DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, DEEPSEEK_V32, GLM_MOE_DSA)

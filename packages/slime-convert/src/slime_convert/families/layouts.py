@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime_convert.errors import WeightError
 from slime_convert.files import tensors
-from slime_convert.files.reading import TensorReader, bytes_of, computed
+from slime_convert.files.reading import bytes_of, computed, read_whole
 from slime_convert.files.tensors import ITEM_BYTES, LazyTensor
 
 if TYPE_CHECKING:
@@ -156,7 +156,6 @@ def indexer_rows(heads: str | None, *, pairs: bool) -> Layout:
 
 
 def _of_one(join: Callable[[Any], Any], cut: Callable[[Any], Any]) -> Layout:
-    """A layout of one tensor, whatever the sizes."""
     return Layout(lambda parts, _: join(parts[0]), lambda whole, _, __: [cut(whole)])
 
 
@@ -178,9 +177,7 @@ def _transposed(matrix: Any) -> Any:
 def _transposed_bytes(matrix: LazyTensor) -> memoryview:
     import numpy as np  # and not torch, which takes a second to import
 
-    with TensorReader() as reader:
-        data = np.frombuffer(reader.read(matrix), f"u{ITEM_BYTES[matrix.dtype]}").reshape(matrix.shape)
-        reader.finish()
+    data = np.frombuffer(read_whole(matrix), f"u{ITEM_BYTES[matrix.dtype]}").reshape(matrix.shape)
     return np.ascontiguousarray(data.T).data.cast("B")
 
 

@@ -111,8 +111,7 @@ class TensorReader:
             ) from error
 
     def _uncache(self, nbytes: int) -> None:
-        """Now and then have the system forget what was read, so that its memory is used again: new memory takes longer,
-        and is taken from what other programs have read."""
+        """Now and then have the system forget what was read: new memory takes longer, and is taken from others."""
         self._cached += nbytes
         if self._cached >= _CACHED_BYTES and not self._shared:
             for descriptor in self._files.values():
@@ -128,16 +127,25 @@ class TensorReader:
         return self._files[path]
 
 
+def read_whole(tensor: LazyTensor) -> memoryview:
+    """All bytes of a tensor, and every checksum compared; errors as of :meth:`TensorReader.read`."""
+    with TensorReader() as reader:
+        data = reader.read(tensor)
+        reader.finish()
+    return data
+
+
+def load_whole(*tensors: LazyTensor) -> list[Tensor]:
+    """Tensors of torch's, likewise."""
+    with TensorReader() as reader:
+        loaded = [reader.load(tensor) for tensor in tensors]
+        reader.finish()
+    return loaded
+
+
 def computed(dtype: str, shape: tuple[int, ...], compute: Callable[..., Tensor], *parts: LazyTensor) -> LazyTensor:
     """A tensor that torch computes from others when it is needed: ``compute`` gets the parts as tensors of torch's."""
-
-    def make() -> memoryview:
-        with TensorReader() as reader:
-            tensors = [reader.load(part) for part in parts]
-            reader.finish()
-        return bytes_of(compute(*tensors))
-
-    return LazyTensor.made(dtype, shape, make)
+    return LazyTensor.made(dtype, shape, lambda: bytes_of(compute(*load_whole(*parts))))
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

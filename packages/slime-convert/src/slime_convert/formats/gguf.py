@@ -23,7 +23,7 @@ from slime_convert.errors import GgufError, UnsupportedModelError
 from slime_convert.extras import install_hint
 from slime_convert.families.layouts import deinterleave, interleave
 from slime_convert.files import file_inside, open_file
-from slime_convert.files.reading import TensorReader
+from slime_convert.files.reading import read_whole
 from slime_convert.files.tensors import LazyTensor, StoredBytes, tensor_info
 from slime_convert.formats.checkpoint import Weights
 from slime_convert.mapping import WeightMap
@@ -120,8 +120,6 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 class _HeaderReader:
-    """Reads one value after another."""
-
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self.place, self._left = data, 0, _MAX_TEXT_BYTES
 
@@ -276,8 +274,7 @@ def name_in_gguf(name: str) -> str:
 
 def need_extra(*modules: str) -> None:
     """Refuse to go on without a module of the ``gguf`` extra (:class:`GgufError`)."""
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing := [name for name in modules if importlib.util.find_spec(name) is None]:
         are = "is" if len(missing) == 1 else "are"
         raise GgufError(
             f"reading GGUF needs {' and '.join(missing)}, which {are} not installed; run: "
@@ -339,9 +336,8 @@ def _expanded(path: Path, place: GgufTensor) -> memoryview:
     import numpy as np
     from gguf import GGMLQuantizationType, dequantize
 
-    with TensorReader() as reader:
-        stored = StoredBytes(path, place.offset, place.nbytes, place.name, error=GgufError)
-        data = np.frombuffer(reader.read(LazyTensor.stored("uint8", (place.nbytes,), stored)), np.uint8)
+    stored = StoredBytes(path, place.offset, place.nbytes, place.name, error=GgufError)
+    data = np.frombuffer(read_whole(LazyTensor.stored("uint8", (place.nbytes,), stored)), np.uint8)
     if not (count := math.prod(place.shape)):
         return memoryview(b"")
     columns = place.shape[-1] if place.shape else 1

@@ -160,16 +160,14 @@ class LegacyWeights(Weights):
         found: dict[str, TensorInfo] = {}
         taken: set[str] = set()
         for name in weight_map.megatron_names():
-            key = self._find(name)
-            if key is not None:
+            if (key := self._find(name)) is not None:
                 taken |= {key, *(other for place in places(name) for other in place.keys)}  # a norm may have two names
                 found[name] = self._info(name)
         return found | {key: self._info(key) for key in self.tensors if key not in taken}
 
     def tensor(self, name: str) -> LazyTensor:
         """One whole weight."""
-        key = self._find(name)
-        if key is None:
+        if (key := self._find(name)) is None:
             advice = "use the checkpoint and the config of one model"
             raise CheckpointError(f"{self.directory} has no weight {name}; {advice}")
         shards = self._shards[key]

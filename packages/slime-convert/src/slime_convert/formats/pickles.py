@@ -55,8 +55,7 @@ def loads(data: bytes, *, allowed: Container[str] | None = None, enums: Collecti
     Args:
         allowed: What it may name, as :class:`Name` writes it; anything by default. Python's own reader, given the same
             bytes, looks up no other names: this one ends with an error wherever the two might differ.
-        enums: Classes that it may name, too, and whose members it may get with ``getattr``, as Python 3.11.0 to 3.11.3
-            write them.
+        enums: Classes that it may name, and get members of with ``getattr``, as Python 3.11.0 to 3.11.3 write them.
 
     Returns:
         Plain values, lists, tuples and dicts; :class:`Name` for types and functions; :class:`Obj` for everything that
@@ -137,13 +136,9 @@ class _Machine:
         return self.data[self.place - length : self.place]
 
     def line(self) -> bytes:
-        """The bytes up to the end of the line."""
         start = self.place
         self.place = self.data.index(b"\n", start) + 1
         return self.data[start : self.place - 1]
-
-    def push(self, value: Any) -> None:
-        self.stack.append(value)
 
     def top(self, count: int) -> tuple[Any, ...]:
         """The last values, taken from the stack."""
@@ -194,7 +189,7 @@ def _key(key: Any) -> Any:
 
 
 def _pushes(value: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
-    return lambda m: m.push(value(m))
+    return lambda m: m.stack.append(value(m))
 
 
 def _long(m: _Machine) -> None:
@@ -206,7 +201,7 @@ def _reduce(m: _Machine) -> None:
     function, args = m.top(2)
     if m.allowed is not None and isinstance(function, Name) and function in _GETATTR and not _is_member(args, m.enums):
         raise ForeignNameError(function)
-    m.push(Obj(function if isinstance(function, Name) else "", args))
+    m.stack.append(Obj(function if isinstance(function, Name) else "", args))
 
 
 def _is_member(args: Any, enums: Container[str]) -> bool:
@@ -248,7 +243,7 @@ _KNOWN: Mapping[str, Callable[[_Machine], None]] = {
     "(": lambda m: m.marks.append(len(m.stack)),
     "0": _pop,
     "1": lambda m: m.above_mark().clear(),
-    "2": lambda m: m.push(m.stack[-1]),
+    "2": lambda m: m.stack.append(m.stack[-1]),
     "N": _pushes(lambda m: None),
     "\x88": _pushes(lambda m: True),
     "\x89": _pushes(lambda m: False),
@@ -285,7 +280,7 @@ _KNOWN: Mapping[str, Callable[[_Machine], None]] = {
     "\x81": _reduce,  # NEWOBJ: the same to those who only look
     "\x92": _new_ex,
     "b": _build,
-    "Q": lambda m: m.push(Obj("persistent", m.stack.pop())),
+    "Q": lambda m: m.stack.append(Obj("persistent", m.stack.pop())),
 }
 _OPCODES = [_KNOWN.get(chr(code), _unknown) for code in range(256)]
 

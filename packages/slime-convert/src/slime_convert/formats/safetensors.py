@@ -2,8 +2,7 @@
 
 A file is 8 bytes of length (little endian), that many bytes of JSON, then the tensors; the JSON has type, shape and
 offsets from its end of each, and texts in ``__metadata__`` (safetensors documentation, "Format"). Files written here
-have ``crc32`` there: each tensor's CRC-32, in the order in which they lie, as 8 hexadecimal digits, or blanks until the
-tensor is written.
+have ``crc32`` there: tensors' CRC-32 in the order in which they lie, 8 hexadecimal digits each, blanks until written.
 """
 
 from __future__ import annotations
@@ -60,8 +59,7 @@ def read_directory(directory: Path) -> dict[str, Entry]:
     """The tensors of a Hugging Face directory, by name, file after file.
 
     Raises:
-        HfConfigError: The safetensors files are missing, cut off, damaged or outside the directory, or two hold one
-            weight.
+        HfConfigError: The files are missing, cut off, damaged or outside the directory, or two hold one weight.
     """
     if not (directory / INDEX).exists():
         files = sorted(path.name for path in directory.glob("*.safetensors"))
@@ -183,8 +181,7 @@ def shard_files(
 ) -> tuple[list[TensorFile], str | None]:
     """Weights, in the order in which they are best written, as ``model.safetensors`` or as numbered shards.
 
-    A file has ``max_shard_bytes`` of tensors at most; a single larger tensor is alone in a file. The text returned is
-    the index of several files.
+    A file has ``max_shard_bytes`` of tensors at most, or a single larger one. The text is the index of several files.
     """
     for info in (tensor.info for tensor in tensors):
         if info.dtype not in _NAMES:

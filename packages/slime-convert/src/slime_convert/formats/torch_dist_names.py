@@ -23,8 +23,7 @@ _FUSED_NORMS = {
     "input_layernorm.": ("self_attention.linear_qkv.layer_norm_", "self_attention.in_proj.layer_norm_"),
     "pre_mlp_layernorm.": ("mlp.linear_fc1.layer_norm_",),
 }
-# The same for latent attention, where local layers keep their own names on disk; and Megatron-Bridge's names of norms
-# that megatron-core does not have.
+# The same for latent attention, whose local layers keep their own names on disk; and Megatron-Bridge's further norms.
 _OTHER_NORMS = {
     "self_attention.q_layernorm.": ("self_attention.linear_q_up_proj.layer_norm_",),
     "self_attention.kv_layernorm.": ("self_attention.linear_kv_up_proj.layer_norm_",),

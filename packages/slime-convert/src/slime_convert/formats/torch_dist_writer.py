@@ -32,8 +32,7 @@ class MegatronTensor:
     """A weight to be written.
 
     Attributes:
-        tensor: The weight, named as in megatron-core's ``GPTModel`` with local layers; layers are counted from the
-            model's first.
+        tensor: The weight, named as in megatron-core's ``GPTModel`` with local layers, counted from the model's first.
         stored_as: Names to store it under, with the layer's number; by default where megatron-core puts the weight.
         expert: Number of its expert, if it has one: a layer's experts are stacked too.
         sections: Names and rows of its sections, if each is stored under a separate key.

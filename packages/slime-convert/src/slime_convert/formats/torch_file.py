@@ -21,7 +21,7 @@ from isal.isal_zlib import crc32
 
 from slime_convert.errors import CheckpointError
 from slime_convert.files import file_inside, open_file
-from slime_convert.files.reading import TensorReader
+from slime_convert.files.reading import read_whole
 from slime_convert.files.tensors import ITEM_BYTES, ByteRange, LazyTensor, StoredBytes
 from slime_convert.formats.pickles import External, Name, New, Obj, dumps, loads
 
@@ -113,11 +113,8 @@ class TorchFile:
         def make() -> memoryview:
             import numpy as np
 
-            with TensorReader() as reader:
-                data = reader.read(flat)
-                reader.finish()
             strides = tuple(step * item for step in stride)
-            return np.ascontiguousarray(np.ndarray(shape, f"u{item}", data, strides=strides)).data.cast("B")
+            return np.ascontiguousarray(np.ndarray(shape, f"u{item}", read_whole(flat), strides=strides)).data.cast("B")
 
         return LazyTensor.made(dtype, shape, make)
 

@@ -22,8 +22,7 @@ _ADVICE = "correct the model's config"
 class ModelShape:
     """A decoder's shape, under Megatron's argument names.
 
-    Each field is described where it stands. ``family`` is Hugging Face's ``model_type`` and picks the weight table.
-    Lists have an entry for each layer.
+    ``family`` is Hugging Face's ``model_type`` and picks the weight table. Lists have an entry for each layer.
 
     Raises:
         UnsupportedModelError: Unknown family.
@@ -156,10 +155,7 @@ class ModelShape:
         held = chosen * (experts // groups)
         # Megatron asserts the last three only when it builds a model; transformers mixes the experts of tokens up.
         for is_wrong, rule in (
-            (
-                heads % shared,
-                f"num_attention_heads {heads} must be a multiple of num_query_groups {shared}",
-            ),
+            (heads % shared, f"num_attention_heads {heads} must be a multiple of num_query_groups {shared}"),
             (topk > experts, f"moe_router_topk {topk} must be at most num_experts {experts}"),
             (experts % groups, f"num_experts {experts} must be a multiple of moe_router_num_groups {groups}"),
             (chosen > groups, f"moe_router_group_topk {chosen} must be at most moe_router_num_groups {groups}"),

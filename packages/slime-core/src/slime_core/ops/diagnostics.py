@@ -4,8 +4,7 @@ Shapes: T tokens of N sequences, one sequence after the other; a sequence is nev
 
 Sums under the loss's token weights add up over micro-batches and data-parallel ranks. Not everything is such a sum:
 standard deviations and effective sample sizes are functions of three sums, a minimum or maximum has to be taken as one,
-and medians cannot be had this way at all. `Statistics` holds each in the form that can be combined, and turns them into
-plain metrics at the end.
+and medians cannot be had this way. `Statistics` holds each in the form that can be combined, and makes metrics of them.
 """
 
 from __future__ import annotations
@@ -55,15 +54,11 @@ class Statistics:
         A rank without tokens takes part too: the functions below give the same names for empty tensors. ``group`` are
         the ranks among which the tokens are split; ``None`` means all.
         """
-        added = _all_reduced({**_keyed(self.sums, "s"), **_keyed(self.moments, "m")}, dist.ReduceOp.SUM, group)
+        whole = Statistics.merged([self])
         negated = {name: -value for name, value in self.minima.items()}
-        largest = _all_reduced({**_keyed(self.maxima, "+"), **_keyed(negated, "-")}, dist.ReduceOp.MAX, group)
-        return Statistics(
-            sums={name: added["s", name] for name in self.sums},
-            moments={name: added["m", name] for name in self.moments},
-            minima={name: -largest["-", name] for name in self.minima},
-            maxima={name: largest["+", name] for name in self.maxima},
-        )
+        _all_reduce((whole.sums, whole.moments), dist.ReduceOp.SUM, group)
+        _all_reduce((whole.maxima, negated), dist.ReduceOp.MAX, group)
+        return dataclasses.replace(whole, minima={name: -value for name, value in negated.items()})
 
     def metrics(self) -> dict[str, Tensor]:
         """Scalars by name, once all parts are combined. These do not add up any more.
@@ -230,18 +225,15 @@ def _merge(whole: dict[str, Tensor], part: dict[str, Tensor], combine: Callable[
         whole[name] = combine(whole[name], value) if name in whole else value
 
 
-def _keyed(values: dict[str, Tensor], kind: str) -> dict[tuple[str, str], Tensor]:
-    return {(kind, name): value for name, value in values.items()}
-
-
-def _all_reduced(
-    values: dict[tuple[str, str], Tensor], operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
-) -> dict[tuple[str, str], Tensor]:
-    """All values by one collective, in the order of their names whatever the order they came in."""
-    if not values:
-        return {}
-    names = sorted(values)
-    flat = torch.cat([values[name].reshape(-1) for name in names])
+def _all_reduce(
+    parts: Iterable[dict[str, Tensor]], operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
+) -> None:
+    """Reduce values in place, by one collective, in the order of their names whatever the order they came in."""
+    places = [(part, name) for part in parts for name in sorted(part)]
+    if not places:
+        return
+    flat = torch.cat([part[name].reshape(-1) for part, name in places])
     dist.all_reduce(flat, operation, group=group)
-    pieces = torch.split(flat, [values[name].numel() for name in names])
-    return {name: piece.reshape(values[name].shape) for name, piece in zip(names, pieces, strict=True)}
+    pieces = torch.split(flat, [part[name].numel() for part, name in places])
+    for (part, name), piece in zip(places, pieces, strict=True):
+        part[name] = piece.reshape(part[name].shape)

@@ -1,8 +1,7 @@
 """Log-probs and entropies over kept tokens alone: the distribution that top-p, top-k or min-p sampled from.
 
 An engine that samples from a part of the vocabulary draws from softmax over that part. Where the trainer normalizes
-over the same part, both have one distribution, and ratios of probabilities are right; over the whole vocabulary, the
-ratio would be off by the kept mass.
+over the same part, ratios of probabilities are right; over the whole vocabulary, they would be off by the kept mass.
 
 Only the logits of kept tokens are computed, from hidden states: as many products of vectors as there are kept tokens.
 
@@ -55,8 +54,7 @@ def kept_log_probs_and_entropy(
 
     Returns:
         Log-probs [T] in nats, and entropies [T] in nats of the same distribution or ``None``; the same on all ranks.
-        The gradient of the hidden states is that of all kept tokens on all ranks, that of the weight the rank's own
-        rows'.
+        The gradient of the hidden states is that of all kept tokens on all ranks, the weight's that of the rank's rows.
 
     Raises:
         ConfigError: The temperature is not above 0.

@@ -3,8 +3,7 @@
 B sequences in a batch, L tokens of the longest. Per-token inputs have one of three shapes, the same for all inputs of a
 call: rows [B, L], with padding where the mask is 0; a list of B tensors; or all sequences in one row [T], with
 ``lengths``. Each function has its paper's clip ranges as defaults. :func:`algorithm_loss` computes the loss of any
-:class:`slime_core.config.AlgorithmConfig`. ``torch.compile`` traces it as one graph if it is given advantages, and a
-config that was built before.
+:class:`slime_core.config.AlgorithmConfig`. ``torch.compile`` makes one graph of it with advantages and a ready config.
 """
 
 from __future__ import annotations
@@ -130,8 +129,7 @@ def algorithm_loss(
     """The policy's loss by configuration: rewards, advantages, aggregation, corrections, KL and entropy.
 
     Args:
-        config: All settings. Sums over a whole step (whitening, the mean of ``mis_batch_normalize``) are over this
-            call.
+        config: All settings. Sums over a step (whitening, the mean of ``mis_batch_normalize``) are over this call.
 
     Raises:
         ConfigError: The configuration needs an input that is missing, or does not use one that is given.
@@ -197,8 +195,7 @@ def dr_grpo_loss(
 ) -> Loss:
     """Dr.GRPO (Liu et al. 2025, listing 1): no standard deviation, and each response's sum over one constant.
 
-    ``loss_divisor`` is that constant, in the paper the largest number of tokens that a response may have. The clip
-    range is 0.2.
+    ``loss_divisor`` is that constant, in the paper the largest number of a response's tokens. The clip range is 0.2.
     """
     settings: dict[str, Any] = {"disable_grpo_std_normalization": True, "loss_divisor": loss_divisor}
     config = _config("grpo", batch, eps_clip, eps_clip_high, kl_loss_coef, **settings)
@@ -354,15 +351,12 @@ def _config(
     estimator: str, batch: Batch, eps_clip: float, eps_clip_high: float | None, kl_loss_coef: float, **settings: Any
 ) -> AlgorithmConfig:
     with_reference = batch.get("ref_log_probs") is not None
-    settings |= {"eps_clip": eps_clip, "eps_clip_high": eps_clip_high}
-    settings |= {"kl_loss_coef": kl_loss_coef} if with_reference else {}
-    return _checked_config(estimator, with_reference, **settings)
+    settings |= {"advantage_estimator": estimator, "eps_clip": eps_clip, "eps_clip_high": eps_clip_high}
+    settings |= {"use_kl_loss": True, "kl_loss_coef": kl_loss_coef} if with_reference else {}
+    return _checked_config(**settings)
 
 
-@functools.lru_cache(maxsize=64)
-def _checked_config(estimator: str, with_reference: bool, **settings: Any) -> AlgorithmConfig:
-    """A config is checked once, not in every step."""
-    return AlgorithmConfig(advantage_estimator=estimator, use_kl_loss=with_reference, **settings)
+_checked_config = functools.lru_cache(maxsize=64)(AlgorithmConfig)  # it is checked once, not in every step
 
 
 def _numbered(group_ids: Ids) -> Tensor:
@@ -488,7 +482,6 @@ class _Rows:
         return torch.as_tensor(found, dtype=self.mask_T.dtype, device=self.log_probs_T.device)
 
     def estimated(self, config: AlgorithmConfig) -> Advantages:
-        """Advantages and returns of the estimator."""
         estimator, path = self.batch.get("estimator"), config.custom_advantage_function_path
         if estimator is None and path is not None:
             estimator = load_function(path, "--custom-advantage-function-path", arguments=("inputs",))

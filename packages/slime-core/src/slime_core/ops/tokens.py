@@ -125,8 +125,7 @@ def sequence_sum(values_T: Tensor, lengths_N: Tensor | int, group: dist.ProcessG
     Args:
         values_T: Floating-point numbers [T].
         lengths_N: From :func:`sequence_lengths`.
-        group: Ranks that hold the other tokens of the same sequences; every one of them must call this. ``None`` if the
-            sequences are here whole.
+        group: Ranks that hold the sequences' other tokens; each of them must call this. ``None`` if these are whole.
     """
     if isinstance(lengths_N, int):
         sums_N = values_T.view(-1, lengths_N).sum(1)

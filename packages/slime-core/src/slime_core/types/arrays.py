@@ -22,8 +22,7 @@ number of samples, R the response tokens of one. Any name besides these is an ex
 Numbers that these types would change are stored as int64 or float64, so that every value comes back to the last bit.
 
 A file of them is an uncompressed ``.npz``, which ``numpy.load(path, allow_pickle=False)`` reads: ``head`` is JSON; a
-:class:`Ragged` is its values under its name and its lengths under ``<name>.lengths``. The archive's checksums show
-damage.
+:class:`Ragged` is its values under its name and its lengths under ``<name>.lengths``. Checksums show damage.
 """
 
 from __future__ import annotations

@@ -147,8 +147,7 @@ def _check_names(where: str, name: str, value: dict[Any, Any]) -> None:
 def check_plain(value: Any, path: str) -> Any:
     """Check that a value survives JSON: ``None``, booleans, numbers, strings, lists, and dictionaries with string keys.
 
-    Returns it with the numbers and arrays of other libraries as plain numbers and lists; the same object if there are
-    none.
+    Returns it with numbers and arrays of other libraries as plain numbers and lists; the same object if there are none.
 
     Raises:
         DataError: Naming the place, such as ``metadata.tools[2]``, and the type, for a tuple too, which JSON would turn

@@ -122,8 +122,7 @@ class EvalReport:
     Attributes:
         rollout_id: Rollouts trained on before this evaluation.
         scores: Mean reward of each held-out set.
-        metrics: Every number of the sets, scores too, by the name it is tracked under, such as ``eval/<set>-pass@4``.
-            See :mod:`slime_core.metrics`.
+        metrics: Every number of the sets, scores too, such as ``eval/<set>-pass@4`` (:mod:`slime_core.metrics`).
         samples: The samples of each set.
         seconds: Wall time of the whole evaluation.
     """
@@ -138,8 +137,7 @@ class EvalReport:
 class Progress(NamedTuple):
     """How far a source of batches is: samples scored, of how many, or a note.
 
-    ``behind`` says whether engines need the current weights; ``silent`` are servers that were asked something and
-    answer nothing.
+    ``behind`` says whether engines need the current weights; ``silent`` are servers that were asked and do not answer.
     """
 
     done: int | None = None

@@ -39,8 +39,7 @@ class Sample:
     Attributes:
         index: Number of the sample, from 0, unique in a run.
         group_index: Number of its group, from 0: the samples of one prompt share it.
-        trajectory_id: Interaction it belongs to, from 0; several training samples may share one. ``None`` means
-            ``index``.
+        trajectory_id: Its interaction, from 0; several training samples may share one. ``None`` means ``index``.
         prompt: Text, or chat messages.
         label: The expected answer, if the data has one.
         tokens: Token ids of prompt and response.
@@ -164,8 +163,8 @@ class Sample:
         if count:
             had, mask = (self.rollout_log_probs if length else None), self.loss_mask or [1] * length
             had_kept = self.kept_tokens if length else None
-            self._check_append(where, count, trained=trained, mask=mask, log_probs=(had, new_log_probs))
-            self._check_append(where, count, trained=trained, mask=mask, kept_tokens=(had_kept, kept_tokens))
+            columns = {"log_probs": (had, new_log_probs), "kept_tokens": (had_kept, kept_tokens)}
+            self._check_append(where, count, trained=trained, mask=mask, **columns)
             if kept_tokens is not None or had_kept is not None:
                 self.kept_tokens = (had_kept or nothing_kept(length)) + (kept_tokens or nothing_kept(count))
             missing = new_log_probs is None and had is None

@@ -86,8 +86,7 @@ class TrainStep:
 
     Attributes:
         micro_batches: Per micro-batch, positions in ``TrainShard.samples``. All ranks have equally many.
-        global_trajectories: Trajectories in this step over all ranks: the denominator of a mean over them. Mostly a
-            trajectory is one sample.
+        global_trajectories: Trajectories, mostly of one sample, in this step over all ranks: the denominator of a mean.
         global_tokens: Trained tokens (mask 1) in this step over all ranks: the denominator of a per-token loss.
     """
 
@@ -129,16 +128,12 @@ class TrainShard:
     @functools.cached_property
     def samples(self) -> list[TrainSample]:
         """The samples of this rank: the same objects with every call."""
-        extras = [name for name in self.columns if name not in _NUMBERS | _ROWS]
-        fields = [
-            column.rows if isinstance(column, Ragged) else column.tolist()
-            for column in map(self.columns.__getitem__, (*_NUMBERS, *_ROWS, *extras))
-        ]
-        known = len(_NUMBERS) + len(_ROWS)
+        known = (*_NUMBERS, *_ROWS)
+        extras = [name for name in self.columns if name not in known]
+        columns = [self.columns[name] for name in (*known, *extras)]
+        fields = [column.rows if isinstance(column, Ragged) else column.tolist() for column in columns]
         return [
-            TrainSample(
-                **dict(zip((*_NUMBERS, *_ROWS), row, strict=False)), extras=dict(zip(extras, row[known:], strict=True))
-            )
+            TrainSample(**dict(zip(known, row, strict=False)), extras=dict(zip(extras, row[len(known) :], strict=True)))
             for row in zip(*fields, strict=True)
         ]
 
