@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from slime_launch.plan.profile import EngineSpeed
 
@@ -227,8 +227,3 @@ class SimulatedScorers:
         at = max(finished, self._free[0]) + self._seconds
         heapq.heapreplace(self._free, at)
         return at
-
-
-def lengths_of(group: Sequence[Response]) -> int:
-    """Response tokens of a group."""
-    return sum(response.length for response in group)

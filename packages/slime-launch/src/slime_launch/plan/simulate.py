@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import simpy
 
-from slime_launch.plan.fleet import SimulatedFleet, SimulatedScorers, lengths_of
+from slime_launch.plan.fleet import SimulatedFleet, SimulatedScorers
 from slime_launch.plan.groups import Group, GroupFlow
 from slime_launch.plan.profile import Profile
 from slime_launch.plan.setup import Setup
@@ -133,7 +133,7 @@ class _Run:
                 self._fleet.set_rate(env.now, 0.0)
                 yield env.timeout(trainer.send_seconds)
                 self._fleet.resume(env.now, done)
-                self._wake()
+                self._groups.wake()
             after = loop.between_seconds
             after += (loop.save_seconds if saves else 0.0) + (loop.evaluate_seconds if evaluates else 0.0)
             yield env.timeout(after)
@@ -156,7 +156,7 @@ class _Run:
     def _set_rate(self, rate: float) -> None:
         if self._profile.loop.overlap_slowdown > 1:
             self._fleet.set_rate(self._env.now, rate)
-            self._wake()
+            self._groups.wake()
 
     def _is_due(self, done: int, interval: int | None) -> bool:
         return interval is not None and (done % interval == 0 or done == self._setup.steps)
@@ -166,12 +166,7 @@ class _Run:
         ages = [version - response.version for group in groups for response in group]
         self._stale_sum += sum(ages)
         self._stale_most = max(self._stale_most, *ages)
-        return sum(map(lengths_of, groups))
-
-    def _wake(self) -> None:
-        if self._groups.changed is not None:
-            self._groups.changed.succeed()
-            self._groups.changed = None
+        return sum(response.length for group in groups for response in group)
 
     def _engines(self) -> Process:
         """Generate until a group is scored or somebody else does something, and hand groups over at their time."""
