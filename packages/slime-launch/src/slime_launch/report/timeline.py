@@ -102,8 +102,8 @@ def lost_time(lanes: Mapping[str, Sequence[Interval]]) -> list[dict[str, Any]]:
         members = [spans for who, spans in lanes.items() if who.split()[0] == kind]
         sums: defaultdict[str, float] = defaultdict(float)
         for spans in members:
-            busy = list(_union((one.start, one.end) for one in spans if one.what not in ("send", "save")))
-            free = list(_gaps(busy, began, ended))
+            busy = _union((one.start, one.end) for one in spans if one.what not in ("send", "save"))
+            free = _gaps(busy, began, ended)
             left = sum(end - start for start, end in free)
             for what in dict.fromkeys(one.what for one in phases):
                 seconds = _overlap(free, [(one.start, one.end) for one in phases if one.what == what])
@@ -122,30 +122,22 @@ def lost_time(lanes: Mapping[str, Sequence[Interval]]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda one: -one["seconds"])
 
 
-def _union(intervals: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """The same time in intervals that do not overlap, in order."""
-    current: tuple[float, float] | None = None
+    found: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
-        if current is not None and start <= current[1]:
-            current = (current[0], max(current[1], end))
-            continue
-        if current is not None:
-            yield current
-        current = (start, end)
-    if current is not None:
-        yield current
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
 
 
-def _gaps(busy: Iterable[tuple[float, float]], began: float, ended: float) -> Iterator[tuple[float, float]]:
-    """The intervals between ``began`` and ``ended`` that are not ``busy``."""
-    at = began
-    for start, end in busy:
-        if start > at:
-            yield at, min(start, ended)
-        at = max(at, end)
-        if at >= ended:
-            return
-    yield at, ended
+def _gaps(busy: Sequence[tuple[float, float]], began: float, ended: float) -> list[tuple[float, float]]:
+    """The intervals between ``began`` and ``ended`` that are not ``busy``, which is a :func:`_union`."""
+    neighbours = itertools.pairwise([(began, began), *busy, (ended, ended)])
+    gaps = [(max(before, began), min(after, ended)) for (_, before), (after, _) in neighbours]
+    return [(start, end) for start, end in gaps if start < end]
 
 
 def _overlap(some: Sequence[tuple[float, float]], others: Iterable[tuple[float, float]]) -> float:
