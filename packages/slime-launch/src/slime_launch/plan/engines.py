@@ -124,11 +124,6 @@ class EngineEstimate:
     kv_tokens: int
 
     @property
-    def ranks(self) -> int:
-        """GPUs of the engine."""
-        return self.group.ranks
-
-    @property
     def total(self) -> int:
         """All of it."""
         return self.weights + self.kv_cache + self.rest

@@ -12,6 +12,7 @@ GPUs: the part per token shrinks as GPUs are added, in proportion, and the fixed
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
 import tomllib
@@ -221,16 +222,11 @@ def _made(config: type[Any], section: str, values: Any) -> Any:
     """A record from the values of its table; its own keys only."""
     if not isinstance(values, dict):
         raise ProfileError(f"{section} is {values!r}; give a table [{section}]")
-    fields = {one.name: one for one in dataclasses.fields(config)}
+    fields = inspect.signature(config).parameters
     if unknown := sorted(values.keys() - fields.keys()):
         where = f"[{section}] has" if section else "it has"
         raise ProfileError(f"{where} unknown {', '.join(unknown)}; known: {', '.join(fields)}")
-    needed = [
-        name
-        for name, one in fields.items()
-        if one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
-    ]
-    if missing := [name for name in needed if name not in values]:
+    if missing := [name for name, one in fields.items() if name not in values and one.default is one.empty]:
         raise ProfileError(f"{f'[{section}] ' if section else ''}has no {', '.join(missing)}; give it")
     return config(**values)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from slime_launch.kind import RunKind
 from slime_launch.preflight import Found
 from slime_rollout.engine.config import EngineConfig
@@ -25,7 +23,8 @@ def unchecked(kind: RunKind, engine: EngineConfig, found: Found, *, elsewhere: b
     sampled = [line for line in found.measured.notices if "when its turn comes" in line]
     lines = [*unchecked_engines(kind, engine, elsewhere=elsewhere), *sampled]
     if found.not_here:
-        lines.append(f"the data is not checked: {', '.join(found.not_here)} {_is(found.not_here)} not on this machine")
+        verb = "are" if len(found.not_here) > 1 else "is"
+        lines.append(f"the data is not checked: {', '.join(found.not_here)} {verb} not on this machine")
     if elsewhere:
         lines.append("directories that can be written, room on disks, free ports and logins are the other machine's")
     if kind.generates and engine.rollout_external_engine_addrs:
@@ -33,7 +32,3 @@ def unchecked(kind: RunKind, engine: EngineConfig, found: Found, *, elsewhere: b
     if kind.generates and engine.sglang_router_url is not None:
         lines.append(f"whether {engine.sglang_router_url} answers as a router")
     return lines
-
-
-def _is(things: Sequence[str]) -> str:
-    return "are" if len(things) > 1 else "is"
