@@ -34,14 +34,7 @@ CHECKPOINT_BYTES = {True: 14, False: 12}  # per number, by --bf16: weights, two 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The most that goes through a rollout.
-
-    Attributes:
-        prompt_tokens: Of one prompt.
-        response_tokens: Of one response.
-        samples: Responses of a rollout.
-        prompts: Prompts of a rollout.
-    """
+    """Prompts and samples of a rollout, and the most tokens that one prompt and one response have."""
 
     prompt_tokens: int
     response_tokens: int

@@ -27,7 +27,6 @@ class Response:
         length: Tokens when it is finished.
         left: Tokens that are left of it, as of when it was last handed in or cut off.
         version: Weights that its first token came from; -1 before there is one.
-        is_done: Whether it is finished.
     """
 
     group: int

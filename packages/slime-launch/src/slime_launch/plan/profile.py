@@ -104,8 +104,6 @@ class LoopSpeed:
     Attributes:
         prepare_seconds: From a rollout's last score to the start of training: writing it down, splitting it.
         between_seconds: From the record of one rollout to the begin of the next one.
-        save_seconds: Of a checkpoint.
-        evaluate_seconds: Of an evaluation.
         overlap_slowdown: How many times as long engines and trainers take while both work, where they share a
             machine's cores or its memory bandwidth; 1 where each has devices of its own.
         hand_over_seconds: Of all moves in a rollout by which trainers and engines give each other the GPUs; ``None`` if
@@ -134,7 +132,6 @@ class Profile:
 
     Attributes:
         lengths: A part of all responses, from 0 to 1, and the tokens that those have at most.
-        prompt_tokens: Of one prompt.
         reward_seconds: Of one sample's score.
         reward_workers: Samples that are scored at a time; ``None`` for all.
         dropped: Part of all groups that a filter drops, from 0 to below 1.

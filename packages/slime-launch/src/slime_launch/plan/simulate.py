@@ -49,6 +49,7 @@ class SimulatedRun:
     """
 
     ends: list[float]
+    steps_per_hour: float
     samples_per_second: float
     tokens_per_second: float
     trainers_idle: float
@@ -61,13 +62,6 @@ class SimulatedRun:
     left: int
     repeated: int
     again: float
-
-    @property
-    def steps_per_hour(self) -> float:
-        """Steps, after the first quarter."""
-        first = len(self.ends) // 4
-        begin = self.ends[first - 1] if first else 0.0
-        return 3600 * (len(self.ends) - first) / max(self.ends[-1] - begin, 1e-12)
 
 
 def simulate(profile: Profile, setup: Setup) -> SimulatedRun:
@@ -104,6 +98,7 @@ class _Run:
         samples = (setup.steps - first) * setup.prompts * setup.samples
         return SimulatedRun(
             ends=self._ends,
+            steps_per_hour=3600 * (setup.steps - first) / seconds,
             samples_per_second=samples / seconds,
             tokens_per_second=sum(self._tokens[first:]) / seconds,
             trainers_idle=max(0.0, 1 - trainers / seconds),

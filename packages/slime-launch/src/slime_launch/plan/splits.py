@@ -37,7 +37,6 @@ class PlannedWay:
     Attributes:
         rollout_gpus: GPUs that generate; with ``shared`` the same that train.
         ahead: ``--async-buffer-size``; ``None`` without.
-        is_own: Whether it is the command's own.
     """
 
     actor_gpus: int

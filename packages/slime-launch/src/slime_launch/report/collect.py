@@ -162,8 +162,7 @@ def _headline(
     if steps := sum(row["kind"] == "train" for row in rows):
         yield "optimizer steps", str(steps)
     yield "time", duration(seconds)
-    rewards = [row[REWARD] for row in rollouts if row.get(REWARD) is not None]
-    if rewards:
+    if rewards := [row[REWARD] for row in rollouts if row.get(REWARD) is not None]:
         part = max(len(rewards) // 10, 1)
         yield "training reward", f"{sum(rewards[:part]) / part:.3f} → {sum(rewards[-part:]) / part:.3f}"
     for name in dict.fromkeys(one["set"] for one in evals):

@@ -97,7 +97,7 @@ def lost_time(lanes: Mapping[str, Sequence[Interval]]) -> list[dict[str, Any]]:
     if not phases:
         return []
     began, ended = phases[0].start, max(one.end for one in phases)
-    found = []
+    found: list[dict[str, Any]] = []
     for title, kind in (("trainers", "rank"), ("engines", "engine")):
         members = [spans for who, spans in lanes.items() if who.split()[0] == kind]
         sums: defaultdict[str, float] = defaultdict(float)
@@ -110,15 +110,10 @@ def lost_time(lanes: Mapping[str, Sequence[Interval]]) -> list[dict[str, Any]]:
                 sums[what] += seconds
                 left -= seconds
             sums["between phases"] += left
-        found += [
-            {
-                "what": f"{title} wait: {what}",
-                "seconds": seconds / len(members),
-                "share": seconds / len(members) / (ended - began),
-            }
-            for what, seconds in sums.items()
-            if seconds > 0 and ended > began
-        ]
+        for what, total in sums.items():
+            if total > 0 and ended > began:
+                mean = total / len(members)
+                found.append({"what": f"{title} wait: {what}", "seconds": mean, "share": mean / (ended - began)})
     return sorted(found, key=lambda one: -one["seconds"])
 
 
@@ -159,15 +154,9 @@ def timeline(lanes: Lanes, began: float) -> dict[str, Any]:
     place = {what: at for at, what in enumerate(kinds)}
     starts = sorted((one.start for spans in lanes.values() for one in spans), reverse=True)
     since = starts[MOST_SPANS - 1] if len(starts) > MOST_SPANS else 0.0
-    rows = [
-        {
-            "who": who,
-            "spans": [
-                [round(one.start - began, 3), round(one.end - one.start, 3), place[one.what], one.rollout_id + 1]
-                for one in spans
-                if one.start >= since
-            ],
-        }
-        for who, spans in lanes.items()
-    ]
+
+    def shown(one: Interval) -> list[float]:
+        return [round(one.start - began, 3), round(one.end - one.start, 3), place[one.what], one.rollout_id + 1]
+
+    rows = [{"who": who, "spans": [shown(one) for one in spans if one.start >= since]} for who, spans in lanes.items()]
     return {"kinds": kinds, "lanes": rows, "lost": lost_time(lanes)}
