@@ -87,8 +87,9 @@ class Work:
         saves = set() if megatron.save is None else _at(rollouts, megatron.save_interval) | {rollouts}
         evaluations = set[int]()
         if kind.has_held_out:
-            before = set() if settings.run.skip_eval_before_train else {0}
-            evaluations = _at(rollouts, settings.run.eval_interval) | {rollouts} | before
+            evaluations = _at(rollouts, settings.run.eval_interval) | {rollouts}
+            if not settings.run.skip_eval_before_train:
+                evaluations.add(0)
         found = []
         if self.engines:
             seconds, what = self._generation(self.sizes)
