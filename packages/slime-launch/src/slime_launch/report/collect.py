@@ -235,7 +235,7 @@ def _ledger(directory: Path, settings: dict[str, Any], rows: Sequence[Row]) -> D
     A relative --save is looked for where the run was most likely started: above its directory.
     """
     counts, balances = _last_words(directory, sum(row["kind"] == "rollout" for row in rows))
-    save = settings.get("save")
+    save: Any = settings.get("save")
     for root in directory.resolve().parents if counts is None and save is not None else ():
         manifest = None
         with contextlib.suppress(SlimeError):  # torn, or written by an older slime: show no ledger
