@@ -156,7 +156,7 @@ def make_plan(
         transports=parts.transports,
         times=parts.times,
         assumed=assumed(settings.megatron, device, parts.times, exports=settings.run.save_hf is not None),
-        experts=_experts(found, premises),
+        experts=uneven_experts(found, premises),
         alternatives=[] if cost is None else _alternatives(words or (), found, premises, parts, cost),
         hooks=_hooks(settings, problems),
         rows=found.rows or {},
@@ -181,17 +181,6 @@ def make_plan(
         unchecked=left_out,
         problems=problems.lines,
     )
-
-
-def _experts(found: Found, premises: Premises) -> list[Uneven]:
-    """The trainer with experts that are not used evenly."""
-    if found.shape is None or not found.settings.kind.updates:
-        return []
-
-    def of_shape(shape: ModelShape) -> Estimate:
-        return Estimate(dataclasses.replace(found, shape=shape), premises, Problems())
-
-    return uneven_experts(found.shape, found.settings.megatron.expert_model_parallel_size, of_shape)
 
 
 def _alternatives(

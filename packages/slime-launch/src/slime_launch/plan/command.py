@@ -91,7 +91,10 @@ def plan(argv: list[str]) -> int:
     problems.attempt(check_has_flags, argv, {**own_flags(), **{spec.name: spec for spec in specs}})
     if problems.lines:
         return _say(problems.lines, as_json="--json" in argv)
-    own, words = split_words(argv, _own_flags(argv), others_follow=False)
+    known = {spec.name: not spec.is_switch for spec in specs}
+    if "--simulate" not in argv:  # then --profile is the trainers'
+        del known["--profile"]
+    own, words = split_words(argv, known, others_follow=False)
     config = problems.attempt(lambda: PlanConfig(**parse(groups, parser, own)))
     device = None if config is None else problems.attempt(find_device, config.device, config.device_memory_gib)
     if config is None or device is None:
@@ -117,14 +120,6 @@ def plan(argv: list[str]) -> int:
         write_whole(Path(config.write), as_config(settings.flags() | found.derived))
         print(f"\nslime-launch train --config {shlex.quote(config.write)}", file=sys.stderr)
     return 0
-
-
-def _own_flags(argv: Sequence[str]) -> dict[str, bool]:
-    """The plan's own flags, and whether they have a value. Without --simulate, --profile is the trainers'."""
-    own = {spec.name: not spec.is_switch for spec in flag_specs(PlanConfig)}
-    if "--simulate" not in argv:
-        del own["--profile"]
-    return own
 
 
 def _simulate(config: PlanConfig, settings: Settings, problems: list[str], words: list[str]) -> int:
@@ -191,13 +186,10 @@ def as_config(flags: Mapping[str, Any]) -> str:
 def split_words(
     argv: Sequence[str], known: dict[str, bool], *, others_follow: bool = True
 ) -> tuple[list[str], list[str]]:
-    """The words of some flags, and all others.
+    """The words of the ``known`` flags, which says of each whether it has a value, and all others.
 
-    Args:
-        argv: The words of a command line.
-        known: Whether each of the flags has a value.
-        others_follow: Whether a word after such a flag and its value is one of the others; else it is among the
-            first, where it is unexpected.
+    ``others_follow`` is whether a word after such a flag and its value is one of the others; else it is among the
+    first, where it is unexpected.
     """
     own: list[str] = []
     others: list[str] = []

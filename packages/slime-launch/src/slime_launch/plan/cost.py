@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from slime_convert.shape import ModelShape
-from slime_launch.config import RunConfig, Settings
+from slime_launch.config import Settings
 from slime_launch.derived import engine_dtype
 from slime_launch.devices import DeviceSpec
 from slime_launch.plan.engines import EngineEstimate, engine_weights, kv_numbers, num_parameters
@@ -34,14 +34,7 @@ CHECKPOINT_BYTES = {True: 14, False: 12}  # per number, by --bf16: weights, two 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The most that goes through a rollout.
-
-    Attributes:
-        prompt_tokens: Of one prompt.
-        response_tokens: Of one response.
-        samples: Responses of a rollout.
-        prompts: Prompts of a rollout.
-    """
+    """Prompts and samples of a rollout, and the most tokens that one prompt and one response have."""
 
     prompt_tokens: int
     response_tokens: int
@@ -52,11 +45,6 @@ class Sizes:
     def sample_tokens(self) -> int:
         """Tokens of one sample."""
         return self.prompt_tokens + self.response_tokens
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a rollout that are trained on or seen."""
-        return self.samples * self.sample_tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +85,11 @@ class Work:
         settings, megatron, kind = self.settings, self.settings.megatron, self.settings.kind
         rollouts = settings.num_rollout
         saves = set() if megatron.save is None else _at(rollouts, megatron.save_interval) | {rollouts}
-        evaluations = _evaluations(settings.run) if kind.has_held_out else set()
+        evaluations = set[int]()
+        if kind.has_held_out:
+            evaluations = _at(rollouts, settings.run.eval_interval) | {rollouts}
+            if not settings.run.skip_eval_before_train:
+                evaluations.add(0)
         found = []
         if self.engines:
             seconds, what = self._generation(self.sizes)
@@ -183,7 +175,8 @@ class Work:
         again = (again or algorithm.keep_old_actor) and not algorithm.on_data
         before += int(again and not algorithm.use_rollout_logprobs)
         if before:
-            what = f"{before} forward pass{'es' if before > 1 else ''} over {sizes.tokens:,} tokens"
+            tokens = sizes.samples * sizes.sample_tokens
+            what = f"{before} forward pass{'es' if before > 1 else ''} over {tokens:,} tokens"
             yield PhaseTime(phase="log-probs", seconds=before * forward / rate, of=what, times=times)
         passes = (2 if settings.megatron.lora is not None else 3) + (settings.megatron.recompute == "full")
         passes *= 1 + algorithm.needs_critic
@@ -201,7 +194,7 @@ class Work:
         at_once = max(1, min(of_engine, running, fitting, -(-settings.rollout.sampling.rollout_concurrency // engines)))
         model = flops_model(shape)
         width = 2 if engine_dtype(settings.megatron, settings.rollout) == "bfloat16" else 4
-        operations = device.operations * engine.ranks
+        operations = device.operations * engine.group.ranks
         context = sizes.prompt_tokens + sizes.response_tokens / 2
         all_numbers = num_parameters(shape)
         # Experts that no token visits rest.
@@ -209,7 +202,7 @@ class Work:
         cached = at_once * context * kv_numbers(shape, 1) * width
         reached, bytes_part = (1.0, 1.0) if device.is_cpu else (DECODING_OPERATIONS, DECODING_BYTES)
         step = max(
-            (visited + cached) / (device.bandwidth * engine.ranks * bytes_part),
+            (visited + cached) / (device.bandwidth * engine.group.ranks * bytes_part),
             at_once * (model.per_token + context * model.per_pair) / (operations * reached),
         )
         step += CPU_LATENCY if device.is_cpu else STEP_LATENCY
@@ -223,11 +216,6 @@ class Work:
 def _at(rollouts: int, interval: int | None) -> set[int]:
     """Numbers of rollouts after which something is due: at every interval and at the end."""
     return {*range(interval, rollouts + 1, interval)} if interval else set()
-
-
-def _evaluations(run: RunConfig) -> set[int]:
-    rollouts = run.num_rollout or 0
-    return _at(rollouts, run.eval_interval) | {rollouts} | (set() if run.skip_eval_before_train else {0})
 
 
 def uncounted_sets(rollout: RolloutConfig, rows: Mapping[str, int]) -> list[str]:

@@ -110,8 +110,6 @@ class EngineEstimate:
     """Bytes of one GPU of an engine; without CUDA, of the whole engine.
 
     Attributes:
-        group: The engines that take it.
-        weights: Of the model.
         kv_cache: Of all tokens that the engine can hold at a time.
         rest: Processes, activations, and on CUDA what ``--sglang-mem-fraction-static`` leaves.
         kv_tokens: Tokens of all requests that fit into the cache.
@@ -122,11 +120,6 @@ class EngineEstimate:
     kv_cache: int
     rest: int
     kv_tokens: int
-
-    @property
-    def ranks(self) -> int:
-        """GPUs of the engine."""
-        return self.group.ranks
 
     @property
     def total(self) -> int:

@@ -8,10 +8,10 @@ much to do as one of a model whose router chooses so many times more, and so muc
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
-from slime_convert.shape import ModelShape
-from slime_launch.plan.estimate import Estimate
+from slime_launch.errors import Problems
+from slime_launch.plan.estimate import Estimate, Premises
+from slime_launch.preflight import Found
 
 TRAINERS = ("log-probs", "train")
 """Phases that wait for the rank whose experts have most to do."""
@@ -31,22 +31,24 @@ class Uneven:
     seconds: float
 
 
-def uneven_experts(shape: ModelShape, ranks: int, estimate: Callable[[ModelShape], Estimate]) -> list[Uneven]:
+def uneven_experts(found: Found, premises: Premises) -> list[Uneven]:
     """With even experts, with one rank that has twice its share, and with one that has all it can have.
 
-    Args:
-        ranks: ``--expert-model-parallel-size``; with one there is nothing that can be uneven, and no row.
-        estimate: Plans a model of another shape.
+    Where all experts are on one rank nothing can be uneven, and there are no rows.
     """
+    shape, ranks = found.shape, found.settings.megatron.expert_model_parallel_size
+    if shape is None or not found.settings.kind.updates:
+        return []
     if not shape.num_experts or not shape.moe_router_topk or ranks == 1:
         return []
     experts, topk = shape.num_experts, shape.moe_router_topk
     shape = dataclasses.replace(shape, moe_router_num_groups=None, moe_router_group_topk=None)  # one may have all
     chosen = sorted({topk, min(2 * topk, experts), min(ranks * topk, experts)})
-    found = []
+    rows = []
     for choices in chosen:
-        other = estimate(dataclasses.replace(shape, moe_router_topk=choices))
+        other_shape = dataclasses.replace(shape, moe_router_topk=choices)
+        other = Estimate(dataclasses.replace(found, shape=other_shape), premises, Problems())
         seconds = sum(one.seconds for one in other.times if one.phase in TRAINERS)
         if other.trainer is not None and seconds:
-            found.append(Uneven(times=choices / topk, memory=other.trainer.total, seconds=seconds))
-    return found
+            rows.append(Uneven(times=choices / topk, memory=other.trainer.total, seconds=seconds))
+    return rows

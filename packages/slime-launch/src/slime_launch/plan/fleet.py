@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from slime_launch.plan.profile import EngineSpeed
 
@@ -27,7 +27,6 @@ class Response:
         length: Tokens when it is finished.
         left: Tokens that are left of it, as of when it was last handed in or cut off.
         version: Weights that its first token came from; -1 before there is one.
-        is_done: Whether it is finished.
     """
 
     group: int
@@ -227,8 +226,3 @@ class SimulatedScorers:
         at = max(finished, self._free[0]) + self._seconds
         heapq.heapreplace(self._free, at)
         return at
-
-
-def lengths_of(group: Sequence[Response]) -> int:
-    """Response tokens of a group."""
-    return sum(response.length for response in group)

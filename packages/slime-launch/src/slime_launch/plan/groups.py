@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from typing import TypeAlias
 
@@ -38,12 +37,10 @@ class GroupFlow:
         """Begin to wait for the groups that are trained from ``version``; the event has them."""
         self._version, self._is_waiting = version, True
         self._is_complete = complete = self._env.event()
-        aged = [group for group in self.ready if self._age(group) > self._most_stale]
-        if aged:
-            self.ready = deque(group for group in self.ready if self._age(group) <= self._most_stale)
-            for group in aged:
-                self._again(group)
-        self._start(self._room())
+        stale = [group for group in self.ready if self._is_stale(group)]
+        self.ready = deque(group for group in self.ready if not self._is_stale(group))
+        self._begin(stale)
+        self._start()
         self._complete()
         return complete
 
@@ -52,11 +49,11 @@ class GroupFlow:
         group = self.running.pop(number)
         if self._profile.dropped and self._numbers.random() < self._profile.dropped:
             self.dropped += 1
-        elif self._age(group) > self._most_stale:
-            self._again(group)
+        elif self._is_stale(group):
+            self._begin([group])
         else:
             self.ready.append(group)
-        self._start(self._room())
+        self._start()
         self._complete()
 
     @property
@@ -74,7 +71,7 @@ class GroupFlow:
         self._is_complete, self._is_waiting = None, False
         self._version += 1
         if self._setup.ahead is not None:
-            self._start(self._room())
+            self._start()
         else:
             self._give_back()
 
@@ -105,27 +102,18 @@ class GroupFlow:
             ahead = min(ahead, bound + 1 if self._is_waiting else bound)
         return max(0, wanted * ahead - have)
 
-    def _start(self, count: int) -> None:
-        """Begin groups: those that were given back first."""
-        groups: list[Group] = []
-        for _ in range(count):
-            group = self._buffer.popleft() if self._buffer else self._new()
-            if self._age(group) > self._most_stale:
-                self.repeated += len(group)
-                for response in group:
-                    response.begin_anew()
-            groups.append(group)
-        self._begin(groups)
-
-    def _again(self, group: Group) -> None:
-        self.repeated += len(group)
-        for response in group:
-            response.begin_anew()
-        self._begin([group])
+    def _start(self) -> None:
+        """Begin as many groups as may be started: those that were given back first."""
+        self._begin([self._buffer.popleft() if self._buffer else self._new() for _ in range(self._room())])
 
     def _begin(self, groups: list[Group]) -> None:
+        """Hand groups to the engines; what was generated for a stale one is forgotten."""
         if not groups:
             return
+        for group in filter(self._is_stale, groups):
+            self.repeated += len(group)
+            for response in group:
+                response.begin_anew()
         self._fleet.add((one for group in groups for one in group if not one.is_done), self._env.now)
         for group in groups:
             left = sum(not response.is_done for response in group)
@@ -133,6 +121,10 @@ class GroupFlow:
                 self.running[group[0].group], self.unfinished[group[0].group] = group, left
             else:  # it is there already
                 self.ready.append(group)
+        self.wake()
+
+    def wake(self) -> None:
+        """Let the engines look again for something to do, if they wait."""
         if self.changed is not None:
             self.changed.succeed()
             self.changed = None
@@ -144,9 +136,6 @@ class GroupFlow:
         number, self.started = self.started, self.started + 1
         return [Response(number, length, float(length)) for length in (self._drawn.popleft() for _ in range(count))]
 
-    @property
-    def _most_stale(self) -> float:
-        return math.inf if self._setup.most_stale is None else self._setup.most_stale
-
-    def _age(self, group: Group) -> int:
-        return max((self._version - one.version for one in group if one.version >= 0), default=0)
+    def _is_stale(self, group: Group) -> bool:
+        most = self._setup.most_stale
+        return most is not None and any(0 <= one.version < self._version - most for one in group)

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from slime_convert.shape import ModelShape
 from slime_core.config import AlgorithmConfig
-from slime_launch.config import ClusterConfig, Settings
+from slime_launch.config import Settings
 from slime_launch.devices import GIB, DeviceSpec
-from slime_launch.kind import RunKind
 from slime_launch.overrides import Overrides
 from slime_launch.plan.engines import CUDA_PROCESS, EngineEstimate
 from slime_megatron.service import MegatronConfig, trained_roles
@@ -142,7 +141,7 @@ def phases(
 ) -> list[Phase]:
     """The phases of a step, each with the device that needs most; without trainers or engines those of the others."""
     if device.is_cpu:
-        return list(_phases_of_host(settings.kind, settings.cluster, device, trainer, engines))
+        return list(_phases_of_host(settings, device, trainer, engines))
     most: dict[str, Phase] = {}
     found: list[Phase] = []
     if trainer is not None and not settings.placed.colocate:
@@ -194,14 +193,10 @@ def _phases_of_shared(
 
 
 def _phases_of_host(
-    kind: RunKind,
-    cluster: ClusterConfig,
-    device: DeviceSpec,
-    trainer: TrainerMemory | None,
-    engines: Sequence[EngineEstimate],
+    settings: Settings, device: DeviceSpec, trainer: TrainerMemory | None, engines: Sequence[EngineEstimate]
 ) -> Iterator[Phase]:
     """Ranks and engines share the machine's memory. On a CPU engines keep theirs; trainers' goes to a file."""
-    ranks = cluster.actor_num_gpus_per_node
+    kind, ranks = settings.kind, settings.cluster.actor_num_gpus_per_node
     serving = sum(engine.group.count * engine.total for engine in engines)
     if kind.generates:
         own = 0 if trainer is None else trainer.asleep if kind.trainer_sleeps else trainer.resident

@@ -146,16 +146,10 @@ def _bent(least: float, middle: float, most: float, top: float, bend: float) -> 
 
 def _dropped(runs: Sequence[_Run]) -> float:
     """Part of the groups that a filter dropped."""
-    kept = dropped = 0.0
-    for run in runs:
-        kept += run.setup.prompts * len(run.rollouts)
-        dropped += sum(
-            value
-            for row in run.rollouts
-            for name, value in row.items()
-            if name.startswith("rollout/dynamic_filter/drop_") and value
-        )
-    return dropped / (kept + dropped)
+    kept = sum(run.setup.prompts * len(run.rollouts) for run in runs)
+    metrics = [metric for run in runs for row in run.rollouts for metric in row.items()]
+    dropped = sum(value for name, value in metrics if name.startswith("rollout/dynamic_filter/drop_") and value)
+    return float(dropped / (kept + dropped))
 
 
 def _most_running(run: _Run) -> int:
@@ -176,7 +170,7 @@ def _decode(runs: Sequence[_Run], notes: list[str]) -> Points:
     times = np.array([row["perf/generate_time"] for run in runs for row in run.rollouts])
     longest = np.array([row["rollout/response_len/max"] for run in runs for row in run.rollouts])
     tokens = np.array([row["rollout/response_tokens"] / run.setup.engines for run in runs for row in run.rollouts])
-    each, shared = _two_parts(longest, tokens, times, LEAST_SPREAD)
+    each, shared = _two_parts(longest, tokens, times)
     if (each is None or shared is None) and len(points) > 1:
         return points
     if each is None or shared is None:
@@ -226,10 +220,10 @@ def _of_flow(runs: Sequence[_Run], notes: list[str]) -> Points:
     return ((max(1.0, _in_flight(run)), max(1e-9, speed)),)
 
 
-def _two_parts(first: Any, second: Any, times: Any, spread: float) -> tuple[float | None, float | None]:
+def _two_parts(first: Any, second: Any, times: Any) -> tuple[float | None, float | None]:
     """Factors of two effects that add up to times, neither below 0; ``None`` where they go together."""
     ratio = second / np.maximum(first, 1e-12)
-    if len(times) < 3 or np.std(ratio) <= spread * abs(np.mean(ratio)):
+    if len(times) < 3 or np.std(ratio) <= LEAST_SPREAD * abs(np.mean(ratio)):
         return None, None
     # What each row is off by is measured against its time, so that long rollouts do not count for more.
     (one, other), *_ = np.linalg.lstsq(np.stack([first / times, second / times], axis=1), np.ones(len(times)))
@@ -247,7 +241,7 @@ def _trainer(runs: Sequence[_Run], moving: float, notes: list[str]) -> TrainerSp
         [row["rollout/response_tokens"] * gpus / run.setup.actor_gpus for run in runs for row in run.rollouts]
     )
     times = np.array([max(1e-9, row["perf/train_time"] - moving) for run in runs for row in run.rollouts])
-    fixed, each = _two_parts(steps, tokens, times, LEAST_SPREAD)
+    fixed, each = _two_parts(steps, tokens, times)
     if fixed is None or each is None:
         notes.append(
             "trainer.fixed_seconds: the part of a step that more GPUs do not make shorter cannot be seen in rollouts "

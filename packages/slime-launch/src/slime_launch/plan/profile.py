@@ -12,6 +12,7 @@ GPUs: the part per token shrinks as GPUs are added, in proportion, and the fixed
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
 import tomllib
@@ -103,8 +104,6 @@ class LoopSpeed:
     Attributes:
         prepare_seconds: From a rollout's last score to the start of training: writing it down, splitting it.
         between_seconds: From the record of one rollout to the begin of the next one.
-        save_seconds: Of a checkpoint.
-        evaluate_seconds: Of an evaluation.
         overlap_slowdown: How many times as long engines and trainers take while both work, where they share a
             machine's cores or its memory bandwidth; 1 where each has devices of its own.
         hand_over_seconds: Of all moves in a rollout by which trainers and engines give each other the GPUs; ``None`` if
@@ -133,7 +132,6 @@ class Profile:
 
     Attributes:
         lengths: A part of all responses, from 0 to 1, and the tokens that those have at most.
-        prompt_tokens: Of one prompt.
         reward_seconds: Of one sample's score.
         reward_workers: Samples that are scored at a time; ``None`` for all.
         dropped: Part of all groups that a filter drops, from 0 to below 1.
@@ -221,16 +219,11 @@ def _made(config: type[Any], section: str, values: Any) -> Any:
     """A record from the values of its table; its own keys only."""
     if not isinstance(values, dict):
         raise ProfileError(f"{section} is {values!r}; give a table [{section}]")
-    fields = {one.name: one for one in dataclasses.fields(config)}
+    fields = inspect.signature(config).parameters
     if unknown := sorted(values.keys() - fields.keys()):
         where = f"[{section}] has" if section else "it has"
         raise ProfileError(f"{where} unknown {', '.join(unknown)}; known: {', '.join(fields)}")
-    needed = [
-        name
-        for name, one in fields.items()
-        if one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
-    ]
-    if missing := [name for name in needed if name not in values]:
+    if missing := [name for name, one in fields.items() if name not in values and one.default is one.empty]:
         raise ProfileError(f"{f'[{section}] ' if section else ''}has no {', '.join(missing)}; give it")
     return config(**values)
 

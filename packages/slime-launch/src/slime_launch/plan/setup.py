@@ -12,7 +12,6 @@ class Setup:
     """The part of a command that its speed depends on.
 
     Attributes:
-        engines: How many there are.
         prompts: Groups that a rollout is trained on, each of ``samples`` responses.
         steps: Rollouts that are simulated.
         optimizer_steps: Of each rollout.

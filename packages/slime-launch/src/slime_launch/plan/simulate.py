@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import simpy
 
-from slime_launch.plan.fleet import SimulatedFleet, SimulatedScorers, lengths_of
+from slime_launch.plan.fleet import SimulatedFleet, SimulatedScorers
 from slime_launch.plan.groups import Group, GroupFlow
 from slime_launch.plan.profile import Profile
 from slime_launch.plan.setup import Setup
@@ -49,6 +49,7 @@ class SimulatedRun:
     """
 
     ends: list[float]
+    steps_per_hour: float
     samples_per_second: float
     tokens_per_second: float
     trainers_idle: float
@@ -61,13 +62,6 @@ class SimulatedRun:
     left: int
     repeated: int
     again: float
-
-    @property
-    def steps_per_hour(self) -> float:
-        """Steps, after the first quarter."""
-        first = len(self.ends) // 4
-        begin = self.ends[first - 1] if first else 0.0
-        return 3600 * (len(self.ends) - first) / max(self.ends[-1] - begin, 1e-12)
 
 
 def simulate(profile: Profile, setup: Setup) -> SimulatedRun:
@@ -104,6 +98,7 @@ class _Run:
         samples = (setup.steps - first) * setup.prompts * setup.samples
         return SimulatedRun(
             ends=self._ends,
+            steps_per_hour=3600 * (setup.steps - first) / seconds,
             samples_per_second=samples / seconds,
             tokens_per_second=sum(self._tokens[first:]) / seconds,
             trainers_idle=max(0.0, 1 - trainers / seconds),
@@ -133,7 +128,7 @@ class _Run:
                 self._fleet.set_rate(env.now, 0.0)
                 yield env.timeout(trainer.send_seconds)
                 self._fleet.resume(env.now, done)
-                self._wake()
+                self._groups.wake()
             after = loop.between_seconds
             after += (loop.save_seconds if saves else 0.0) + (loop.evaluate_seconds if evaluates else 0.0)
             yield env.timeout(after)
@@ -156,7 +151,7 @@ class _Run:
     def _set_rate(self, rate: float) -> None:
         if self._profile.loop.overlap_slowdown > 1:
             self._fleet.set_rate(self._env.now, rate)
-            self._wake()
+            self._groups.wake()
 
     def _is_due(self, done: int, interval: int | None) -> bool:
         return interval is not None and (done % interval == 0 or done == self._setup.steps)
@@ -166,12 +161,7 @@ class _Run:
         ages = [version - response.version for group in groups for response in group]
         self._stale_sum += sum(ages)
         self._stale_most = max(self._stale_most, *ages)
-        return sum(map(lengths_of, groups))
-
-    def _wake(self) -> None:
-        if self._groups.changed is not None:
-            self._groups.changed.succeed()
-            self._groups.changed = None
+        return sum(response.length for group in groups for response in group)
 
     def _engines(self) -> Process:
         """Generate until a group is scored or somebody else does something, and hand groups over at their time."""

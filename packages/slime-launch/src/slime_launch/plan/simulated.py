@@ -56,7 +56,7 @@ def simulate_command(
     words: Sequence[str],
     *,
     gpus_per_node: int,
-    on_way: Callable[[int, int], None] = lambda done, total: None,
+    on_way: Callable[[int, int], None],
 ) -> WaysCompared:
     """Simulate a command, whose words are those after ``slime-launch train``, and its other ways.
 
@@ -127,14 +127,11 @@ def save_picture(found: WaysCompared, path: Path) -> None:
     """Throughput, idle shares and staleness over the GPUs that generate, a line for each ``--async-buffer-size``."""
     from matplotlib.figure import Figure
 
+    split = [way for way in found.ways if not way.shared]
     figure = Figure(figsize=(11, 7), layout="constrained")
     for axes, (title, name) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
-        for ahead in dict.fromkeys(way.ahead for way in found.ways if not way.shared):
-            points = sorted(
-                (way.rollout_gpus, getattr(way.outcome, name))
-                for way in found.ways
-                if not way.shared and way.ahead == ahead
-            )
+        for ahead in dict.fromkeys(way.ahead for way in split):
+            points = sorted((way.rollout_gpus, getattr(way.outcome, name)) for way in split if way.ahead == ahead)
             label = "take turns" if ahead is None else f"{ahead} ahead"
             axes.plot(*zip(*points, strict=True), marker="o", linewidth=1.2, label=label)
         for way in (way for way in found.ways if way.shared):
@@ -153,4 +150,4 @@ def _plain(way: PlannedWay) -> dict[str, Any]:
     values = dataclasses.asdict(way)
     figures: dict[str, Any] = values.pop("outcome")
     steps = len(figures.pop("ends"))
-    return {**values, "steps": steps, "steps_per_hour": way.outcome.steps_per_hour, **figures}
+    return {**values, "steps": steps, **figures}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from slime_core.errors import ConfigError
-from slime_core.flags import flag_specs
-from slime_launch.config import CONFIGS, Settings
+from slime_launch.config import Settings
 from slime_launch.derived import global_batch_size
 from slime_launch.errors import ProfileError
+from slime_launch.parser import without
 from slime_launch.plan.profile import Profile
 from slime_launch.plan.setup import setup_of
 from slime_launch.plan.simulate import SimulatedRun, simulate
@@ -37,7 +37,6 @@ class PlannedWay:
     Attributes:
         rollout_gpus: GPUs that generate; with ``shared`` the same that train.
         ahead: ``--async-buffer-size``; ``None`` without.
-        is_own: Whether it is the command's own.
     """
 
     actor_gpus: int
@@ -105,7 +104,7 @@ def best_of(ways: Sequence[PlannedWay]) -> PlannedWay:
 
 def command_of(way: PlannedWay, words: Sequence[str], *, gpus_per_node: int) -> str:
     """The command that runs it so, for a shell."""
-    kept = list(words) if way.is_own else [*_without(words, way), *_flags_of(way, gpus_per_node)]
+    kept = list(words) if way.is_own else [*without(words, _gone(way)), *_flags_of(way, gpus_per_node)]
     return shlex.join(["slime-launch", "train", *kept])
 
 
@@ -166,19 +165,8 @@ def _trains_on(settings: Settings, gpus: int, gpus_per_node: int) -> bool:
 
 
 def _gone(way: PlannedWay) -> tuple[str, ...]:
+    """Flags that this way has otherwise."""
     return CHANGED if way.ahead is None else (*CHANGED, *NOT_AHEAD)
-
-
-def _without(words: Sequence[str], way: PlannedWay) -> Iterator[str]:
-    """The words but for flags that this way has otherwise."""
-    has_value = {spec.name: not spec.is_switch for config in CONFIGS.values() for spec in flag_specs(config)}
-    gone, rest = _gone(way), iter(words)
-    for word in rest:
-        name, _, attached = word.partition("=")
-        if name not in gone:
-            yield word
-        elif has_value[name] and not attached:
-            next(rest, None)
 
 
 def _flags_of(way: PlannedWay, gpus_per_node: int) -> list[str]:

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from slime_launch.kind import RunKind
 from slime_launch.preflight import Found
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.python import has_sglang
 
 
-def unchecked_engines(kind: RunKind, engine: EngineConfig, *, elsewhere: bool) -> list[str]:
-    """Checks of the engines that a plan could not make, where SGLang is not installed here."""
-    if not kind.generates or engine.rollout_external_engine_addrs or has_sglang(engine.sglang_python):
-        return []
-    flags = ", ".join(f"--sglang-{name}" for name in engine.sglang_args)
-    unchecked = f", so these flags are not checked: {flags}" if flags else ""
-    start = "" if elsewhere else "; to start here, name the Python that has it with --sglang-python"
-    return [f"SGLang is not installed on this machine{unchecked}{start}"]
-
-
 def unchecked(kind: RunKind, engine: EngineConfig, found: Found, *, elsewhere: bool) -> list[str]:
     """Checks that a plan could not make, but for those of models, a line each."""
-    sampled = [line for line in found.measured.notices if "when its turn comes" in line]
-    lines = [*unchecked_engines(kind, engine, elsewhere=elsewhere), *sampled]
+    lines = []
+    if kind.generates and not engine.rollout_external_engine_addrs and not has_sglang(engine.sglang_python):
+        flags = ", ".join(f"--sglang-{name}" for name in engine.sglang_args)
+        left = f", so these flags are not checked: {flags}" if flags else ""
+        start = "" if elsewhere else "; to start here, name the Python that has it with --sglang-python"
+        lines.append(f"SGLang is not installed on this machine{left}{start}")
+    lines += [line for line in found.measured.notices if "when its turn comes" in line]
     if found.not_here:
-        lines.append(f"the data is not checked: {', '.join(found.not_here)} {_is(found.not_here)} not on this machine")
+        verb = "are" if len(found.not_here) > 1 else "is"
+        lines.append(f"the data is not checked: {', '.join(found.not_here)} {verb} not on this machine")
     if elsewhere:
         lines.append("directories that can be written, room on disks, free ports and logins are the other machine's")
     if kind.generates and engine.rollout_external_engine_addrs:
@@ -33,7 +27,3 @@ def unchecked(kind: RunKind, engine: EngineConfig, found: Found, *, elsewhere: b
     if kind.generates and engine.sglang_router_url is not None:
         lines.append(f"whether {engine.sglang_router_url} answers as a router")
     return lines
-
-
-def _is(things: Sequence[str]) -> str:
-    return "are" if len(things) > 1 else "is"

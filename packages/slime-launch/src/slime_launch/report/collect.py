@@ -74,11 +74,11 @@ def run_data(directory: Path, name: str) -> Data:
             f"{directory} holds neither {METRICS_FILE} nor {SETTINGS_FILE}; give the --output-dir of a run"
         )
     with naming_damage(directory / SETTINGS_FILE):
-        settings = {key: (value["value"], value["origin"]) for key, value in found.get("settings", {}).items()}
-        command, shown = _command(settings), [[key, _text(value), origin] for key, (value, origin) in settings.items()]
-    ahead, _ = settings.get("async_buffer_size", (None, None))
+        entries = {key: (value["value"], value["origin"]) for key, value in found.get("settings", {}).items()}
+        command, shown = _command(entries), [[key, _text(value), origin] for key, (value, origin) in entries.items()]
+    settings = {key: value for key, (value, _) in entries.items()}
     with naming_damage(directory / METRICS_FILE):
-        lanes = lanes_of(rows, directory / "logs", overlaps=ahead is not None)
+        lanes = lanes_of(rows, directory / "logs", overlaps=settings.get("async_buffer_size") is not None)
         times = [row["time"] for row in rows]
         began = min([*times[:1], *(spans[0].start for spans in lanes.values())], default=0.0)
         ended = max(times, default=began)
@@ -134,7 +134,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _state(rows: Sequence[Row], settings: dict[str, Any], directory: Path) -> str:
     done = sum(row["kind"] == "rollout" for row in rows)
-    wanted, _ = settings.get("num_rollout", (None, None))
+    wanted = settings.get("num_rollout")
     if wanted is not None and done >= wanted:
         return "finished"
     written = [directory / METRICS_FILE, directory / SETTINGS_FILE, *directory.glob("logs/*.log")]
@@ -142,10 +142,10 @@ def _state(rows: Sequence[Row], settings: dict[str, Any], directory: Path) -> st
     return "running" if time.time() - newest < QUIET_SECONDS else "stopped"
 
 
-def _command(settings: dict[str, Any]) -> str:
+def _command(entries: dict[str, tuple[Any, str]]) -> str:
     """The flags that were given, as one command; those of a configuration file are among them."""
     words = []
-    for key, (value, origin) in settings.items():
+    for key, (value, origin) in entries.items():
         if origin not in ("command line", "config file") or value is None or value is False:
             continue
         values = [] if value is True else value if isinstance(value, list) else [value]
@@ -157,13 +157,12 @@ def _headline(
     rows: Sequence[Row], settings: dict[str, Any], evals: Sequence[Data], seconds: float
 ) -> Iterator[tuple[str, str]]:
     rollouts = [row for row in rows if row["kind"] == "rollout"]
-    wanted, _ = settings.get("num_rollout", (None, None))
+    wanted = settings.get("num_rollout")
     yield "steps", f"{len(rollouts)} of {wanted}" if wanted is not None else str(len(rollouts))
     if steps := sum(row["kind"] == "train" for row in rows):
         yield "optimizer steps", str(steps)
     yield "time", duration(seconds)
-    rewards = [row[REWARD] for row in rollouts if row.get(REWARD) is not None]
-    if rewards:
+    if rewards := [row[REWARD] for row in rollouts if row.get(REWARD) is not None]:
         part = max(len(rewards) // 10, 1)
         yield "training reward", f"{sum(rewards[:part]) / part:.3f} → {sum(rewards[-part:]) / part:.3f}"
     for name in dict.fromkeys(one["set"] for one in evals):
@@ -236,7 +235,7 @@ def _ledger(directory: Path, settings: dict[str, Any], rows: Sequence[Row]) -> D
     A relative --save is looked for where the run was most likely started: above its directory.
     """
     counts, balances = _last_words(directory, sum(row["kind"] == "rollout" for row in rows))
-    save, _ = settings.get("save", (None, None))
+    save: Any = settings.get("save")
     for root in directory.resolve().parents if counts is None and save is not None else ():
         manifest = None
         with contextlib.suppress(SlimeError):  # torn, or written by an older slime: show no ledger
@@ -260,10 +259,9 @@ def _ledger(directory: Path, settings: dict[str, Any], rows: Sequence[Row]) -> D
 
 def _last_words(directory: Path, rollouts: int) -> tuple[dict[str, int] | None, bool]:
     """The ledger in ``report.json`` of a run that ended after so many rollouts, and whether it balances."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        report = read_json(directory / REPORT_FILE)
-        if report.get("rollouts") == rollouts:  # else it was continued since
-            return report.get("ledger"), bool(report.get("ledger_balances", True))
+    report = _read_json(directory / REPORT_FILE)
+    if report.get("rollouts") == rollouts:  # else it was continued since
+        return report.get("ledger"), bool(report.get("ledger_balances", True))
     return None, True
 
 

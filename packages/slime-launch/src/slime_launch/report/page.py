@@ -54,7 +54,9 @@ def page(data: Mapping[str, Any]) -> str:
         "policy": policy(scripts, styles, live=bool(data.get("live"))),
         "styles": "\n".join(f"<style>{style}</style>" for style in styles),
         "scripts": "\n".join(f"<script>{script}</script>" for script in scripts),
-        "licences": "\n".join(_licence(library, name) for library, name in LICENCES.items()),
+        "licences": "\n".join(
+            f"<h2>{library}</h2>\n<pre>{html.escape(_asset(name))}</pre>" for library, name in LICENCES.items()
+        ),
         "data": "\n".join(
             f'<script type="application/octet-stream" id="{name}">{text}</script>' for name, text in packed.items()
         ),
@@ -118,10 +120,6 @@ def _asset(name: str) -> str:
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}'"
-
-
-def _licence(library: str, name: str) -> str:
-    return f"<h2>{library}</h2>\n<pre>{html.escape(_asset(name))}</pre>"
 
 
 def _whole_text(value: Any) -> Any:

@@ -97,55 +97,42 @@ def lost_time(lanes: Mapping[str, Sequence[Interval]]) -> list[dict[str, Any]]:
     if not phases:
         return []
     began, ended = phases[0].start, max(one.end for one in phases)
-    found = []
+    found: list[dict[str, Any]] = []
     for title, kind in (("trainers", "rank"), ("engines", "engine")):
         members = [spans for who, spans in lanes.items() if who.split()[0] == kind]
         sums: defaultdict[str, float] = defaultdict(float)
         for spans in members:
-            busy = list(_union((one.start, one.end) for one in spans if one.what not in ("send", "save")))
-            free = list(_gaps(busy, began, ended))
+            busy = _union((one.start, one.end) for one in spans if one.what not in ("send", "save"))
+            free = _gaps(busy, began, ended)
             left = sum(end - start for start, end in free)
             for what in dict.fromkeys(one.what for one in phases):
                 seconds = _overlap(free, [(one.start, one.end) for one in phases if one.what == what])
                 sums[what] += seconds
                 left -= seconds
             sums["between phases"] += left
-        found += [
-            {
-                "what": f"{title} wait: {what}",
-                "seconds": seconds / len(members),
-                "share": seconds / len(members) / (ended - began),
-            }
-            for what, seconds in sums.items()
-            if seconds > 0 and ended > began
-        ]
+        for what, total in sums.items():
+            if total > 0 and ended > began:
+                mean = total / len(members)
+                found.append({"what": f"{title} wait: {what}", "seconds": mean, "share": mean / (ended - began)})
     return sorted(found, key=lambda one: -one["seconds"])
 
 
-def _union(intervals: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """The same time in intervals that do not overlap, in order."""
-    current: tuple[float, float] | None = None
+    found: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
-        if current is not None and start <= current[1]:
-            current = (current[0], max(current[1], end))
-            continue
-        if current is not None:
-            yield current
-        current = (start, end)
-    if current is not None:
-        yield current
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
 
 
-def _gaps(busy: Iterable[tuple[float, float]], began: float, ended: float) -> Iterator[tuple[float, float]]:
-    """The intervals between ``began`` and ``ended`` that are not ``busy``."""
-    at = began
-    for start, end in busy:
-        if start > at:
-            yield at, min(start, ended)
-        at = max(at, end)
-        if at >= ended:
-            return
-    yield at, ended
+def _gaps(busy: Sequence[tuple[float, float]], began: float, ended: float) -> list[tuple[float, float]]:
+    """The intervals between ``began`` and ``ended`` that are not ``busy``, which is a :func:`_union`."""
+    neighbours = itertools.pairwise([(began, began), *busy, (ended, ended)])
+    gaps = [(max(before, began), min(after, ended)) for (_, before), (after, _) in neighbours]
+    return [(start, end) for start, end in gaps if start < end]
 
 
 def _overlap(some: Sequence[tuple[float, float]], others: Iterable[tuple[float, float]]) -> float:
@@ -167,15 +154,9 @@ def timeline(lanes: Lanes, began: float) -> dict[str, Any]:
     place = {what: at for at, what in enumerate(kinds)}
     starts = sorted((one.start for spans in lanes.values() for one in spans), reverse=True)
     since = starts[MOST_SPANS - 1] if len(starts) > MOST_SPANS else 0.0
-    rows = [
-        {
-            "who": who,
-            "spans": [
-                [round(one.start - began, 3), round(one.end - one.start, 3), place[one.what], one.rollout_id + 1]
-                for one in spans
-                if one.start >= since
-            ],
-        }
-        for who, spans in lanes.items()
-    ]
+
+    def shown(one: Interval) -> list[float]:
+        return [round(one.start - began, 3), round(one.end - one.start, 3), place[one.what], one.rollout_id + 1]
+
+    rows = [{"who": who, "spans": [shown(one) for one in spans if one.start >= since]} for who, spans in lanes.items()]
     return {"kinds": kinds, "lanes": rows, "lost": lost_time(lanes)}
