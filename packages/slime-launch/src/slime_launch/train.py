@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from slime_launch.config_file import with_config
 from slime_launch.errors import FlagError
-from slime_launch.flags import OTHERS, command, read_train, train_groups
+from slime_launch.flags import OTHERS, command, own_flags, read_train
 from slime_launch.parser import leading_strays, unexpected
 from slime_launch.short_help import print_help
 from slime_launch.translate import items
@@ -61,7 +61,7 @@ def after(defaults: list[str], argv: list[str]) -> list[str]:
         FlagError: It begins with another word than a flag, which would seem to belong to the defaults.
     """
     for word in leading_strays(argv):
-        raise FlagError(unexpected(word, "", [spec.name for group in train_groups() for spec in group.flags]))
+        raise FlagError(unexpected(word, "", own_flags()))
     return [*defaults, *argv]
 
 

@@ -133,11 +133,7 @@ def ours_of(name: str, known: Mapping[str, FlagSpec]) -> str:
 def translate_upstream(argv: Sequence[str], known: Mapping[str, FlagSpec]) -> Translated:
     """A command of ours that may hold flags of upstream slime: those with no effect are taken out, others renamed.
 
-    What is the parser's to refuse stays as it is.
-
-    Args:
-        argv: The words after ``slime-launch train``.
-        known: The flags that the parser knows, by name.
+    What is the parser's to refuse stays as it is; ``known`` are the flags that it knows, by name.
     """
     names = {word.split("=")[0] for word in argv if word.startswith("--")}
     if names <= known.keys() and not any(word.startswith(THEIRS) for word in argv):
