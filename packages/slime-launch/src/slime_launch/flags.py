@@ -21,10 +21,9 @@ from slime_launch.config import CONFIGS, ClusterConfig, RunConfig, Settings, Tra
 from slime_launch.config_file import last_value, with_config
 from slime_launch.devices import run_device
 from slime_launch.errors import FlagError, about_read
-from slime_launch.megatron_flags import answered, megatron_groups, megatron_help
+from slime_launch.megatron_flags import megatron_groups, megatron_help
 from slime_launch.parser import FlagGroup, build_parser, check_has_flags, leading_strays, parse_all, unexpected, without
 from slime_launch.switches import OFF, switched
-from slime_launch.translate import items, translate_upstream
 from slime_megatron import service  # a name of it is loaded when it is used
 from slime_megatron.service import MegatronConfig
 from slime_rollout.config import RolloutConfig
@@ -108,8 +107,9 @@ def _read(
 
     ``sglang`` are SGLang's flags; the installed one says them if ``None``.
     """
-    from slime_launch.derived import derived_values  # these three --help does not need
+    from slime_launch.derived import derived_values  # these four --help does not need
     from slime_launch.idle import idle_flags
+    from slime_launch.translate import answered, items, translate_upstream
     from slime_launch.wandb_run import hide_key
 
     check_has_flags(argv, own_flags())

@@ -6,9 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from slime_convert.shape import ModelShape
 from slime_launch.devices import run_device
-from slime_launch.parser import FlagGroup, without
-from slime_launch.switches import OFF
-from slime_launch.translate import Translated, items
+from slime_launch.parser import FlagGroup
 from slime_megatron import service  # a name of it is loaded when it is used
 
 TITLE = "Megatron: its other arguments"
@@ -34,22 +32,6 @@ def megatron_groups(argv: Sequence[str], known: Collection[str]) -> list[FlagGro
         FlagGroup(TITLE, taken, NOTE, hidden=True),
         FlagGroup("Megatron: what is refused", refused, hidden=True, suggested=False),
     ]
-
-
-def answered(argv: Sequence[str], known: Collection[str]) -> Translated:
-    """Answer the words of Megatron's that name no field; ``known`` are those that the parser knows."""
-    unused, problems, taken = [], [], []
-    for name in unknown_words(argv, known):
-        values = [value for item in items(argv) if item.name == name for value in item.values if value]
-        found = service.word_answer(name, values)
-        if found is None:
-            continue
-        taken.append(name)
-        if found.has_no_effect or [value.lower() in OFF for value in values] == [True]:
-            unused.append(f"{name} ({found.reason})")
-        else:
-            problems.append(f"{name} cannot be given: {found.reason}")
-    return Translated(without(argv, taken), unused, [], problems)
 
 
 def argument_notes(megatron: service.MegatronConfig, shape: ModelShape) -> list[str]:
