@@ -13,9 +13,9 @@ from slime_launch.placement import (
     interface_of,
     layout_notes,
     order_bundles,
+    own_share,
     plan_layout,
     shortage,
-    threads_per_worker,
 )
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.transports import Route, chosen_of, in_words, transports
@@ -80,8 +80,9 @@ def test_ranks_of_one_node_follow_each_other():
 
 
 @pytest.mark.parametrize(("workers", "cores", "threads"), [(1, 2, 2), (2, 2, 1), (3, 2, 1), (4, 16, 4)])
-def test_threads_are_shared_fairly(workers, cores, threads):
-    assert threads_per_worker(workers, cores) == threads
+def test_threads_are_shared_fairly(workers, cores, threads, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {*range(cores)})
+    assert own_share(workers) == threads
 
 
 def test_where_others_run_the_engines_there_are_trainers_only():

@@ -95,14 +95,11 @@ def unknown_command(word: str) -> str:
 
 def usage() -> str:
     """The text of ``slime-launch --help``."""
-    rows = [f"  {name:<12} {command.help}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: slime-launch COMMAND [flags]",
-            "       slime-launch --version",
-            "",
-            *rows,
-            "",
-            "`slime-launch COMMAND --help` lists the flags of a command.",
-        ]
-    )
+    rows = "\n".join(f"  {name:<12} {command.help}" for name, command in COMMANDS.items())
+    return f"""\
+usage: slime-launch COMMAND [flags]
+       slime-launch --version
+
+{rows}
+
+`slime-launch COMMAND --help` lists the flags of a command."""

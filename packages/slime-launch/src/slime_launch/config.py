@@ -425,8 +425,7 @@ class Settings:
         """
         values: dict[str, Any] = dict(self.shape)
         for part in CONFIGS:
-            config = getattr(self, part)
-            values |= flag_values(config)
+            values |= flag_values(getattr(self, part))
         values |= self.megatron.megatron_args
         values |= {f"router_{name.replace('-', '_')}": value for name, value in self.engine.router_args.items()}
         values |= {sglang_dest(name): value for name, value in self.engine.sglang_args.items()}

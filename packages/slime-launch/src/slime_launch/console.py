@@ -70,10 +70,7 @@ class Wait:
     def update(
         self, note: str = "", *, done: int | None = None, total: int | None = None, silent: tuple[str, ...] = ()
     ) -> None:
-        """Show how far it is, by what happened last and by units where they can be counted.
-
-        ``silent`` are servers that do not answer.
-        """
+        """Show how far it is: what happened last, units where they can be counted, servers that do not answer."""
         self._out.silent = silent
         self._progress.update(self._task, completed=done, total=total, note=note)
         self._out.on_progress(self.what, (note, done, total))

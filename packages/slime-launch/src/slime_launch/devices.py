@@ -8,7 +8,6 @@ import os
 import subprocess
 
 from slime_core.errors import ConfigError
-from slime_launch.cluster import cluster_has_gpus
 from slime_rollout.engine.sglang_flags import engine_device
 from slime_rollout.engine.transports import PCIE
 
@@ -78,6 +77,8 @@ def run_device() -> str:
     That is what this machine has, or another node of the cluster that ``RAY_ADDRESS`` names: the head of a Kubernetes
     cluster seldom has a GPU.
     """
+    from slime_launch.cluster import cluster_has_gpus  # which --help does not need
+
     here, address = engine_device(), os.environ.get("RAY_ADDRESS")
     return "cuda" if here == "cuda" or (address and cluster_has_gpus(address)) else "cpu"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -15,7 +14,7 @@ from slime_core.files import naming_damage
 from slime_core.types import RolloutColumns
 from slime_core.types.arrays import Ragged
 from slime_core.words import counted
-from slime_launch.diff_sizes import fields_of, size_lines
+from slime_launch.diff_sizes import fields_of, relative_gap, size_lines
 from slime_launch.errors import FlagError, PreflightError
 from slime_launch.step_sums import StepSums, read_pairs, read_sums
 from slime_launch.switches import second_switches
@@ -161,13 +160,14 @@ def _in_steps(one: Sequence[Row], other: Sequence[Row]) -> Iterator[str]:
         yield _have(len(one), len(other), "optimizer step")
     for number, (row, its) in enumerate(zip(one, other, strict=False), start=1):
         for name in (name for name in (*row, *(its.keys() - row.keys())) if name.startswith("train/")):
-            if not _same(row.get(name), its.get(name)):
+            if relative_gap(row.get(name), its.get(name)):
                 yield f"in optimizer step {number} {name} is {_metric(row, name)} and {_metric(its, name)}"
 
 
 def _metric(row: Row, name: str) -> str:
-    value = row.get(name)
-    return "not finite" if name in row and value is None else _shown(value)
+    if name not in row:
+        return "nothing"
+    return "not finite" if row[name] is None else str(row[name])
 
 
 def _in_weights(one: StepSums, other: StepSums) -> Iterator[str]:
@@ -231,12 +231,3 @@ def _steps_of(run: WrittenRun) -> str:
 def _value(entry: Any) -> Any:
     value = entry.get("value") if isinstance(entry, Mapping) else entry
     return None if value == [] else value
-
-
-def _same(one: Any, other: Any) -> bool:
-    both_nan = all(isinstance(value, float) and math.isnan(value) for value in (one, other))
-    return both_nan or one == other
-
-
-def _shown(value: Any) -> str:
-    return "nothing" if value is None else str(value)

@@ -59,13 +59,14 @@ class ComparedPart:
     differing: int = 0
     largest: float = 0.0
 
-    def add(self, total: int, sizes: Sequence[float]) -> None:
-        """Count ``total`` more; those that differ have ``sizes``."""
+    def add(self, total: int, sizes: Sequence[float]) -> ComparedPart:
+        """Count ``total`` more; those that differ have ``sizes``. Returns itself."""
         self.total += total
         self.differing += len(sizes)
         for size in sizes:
             if self.largest != BEYOND and (math.isnan(size) or not size <= self.largest):
                 self.largest = size
+        return self
 
 
 def size_lines(first: WrittenRun, second: WrittenRun) -> Iterator[str]:
@@ -91,7 +92,8 @@ def size_lines(first: WrittenRun, second: WrittenRun) -> Iterator[str]:
         yield f"  equal: {', '.join(equal)}"
     for name, part in parts.items():
         if part.differing:
-            yield f"  {name}: {part.differing} of {part.total} {part.unit} differ{_by(part.largest)}"
+            by = f", by {part.largest:.1e} at most" if math.isfinite(part.largest) else ""
+            yield f"  {name}: {part.differing} of {part.total} {part.unit} differ{by}"
     yield f"where they part, {_verdict(parting, dtype)}"
 
 
@@ -100,12 +102,10 @@ def _compared(
 ) -> Iterator[tuple[str, ComparedPart]]:
     """Each part of one rollout. Samples are compared place by place; one that only one run has differs in all."""
     shared, total = sorted((len(one.index), len(other.index)))
-    part = ComparedPart("samples", 0.0)
-    part.add(total, [BEYOND] * sum(pair[0] != pair[1] for pair in zip_longest(one.index, other.index)))
-    yield NUMBERS, part
+    apart = sum(pair[0] != pair[1] for pair in zip_longest(one.index, other.index))
+    yield NUMBERS, ComparedPart("samples", 0.0).add(total, [BEYOND] * apart)
     columns = None
     for name in fields_of(one, other):
-        part = ComparedPart("samples", CANARY_LIMITS[dtype] if name in REAL else 0.0)
         pair = one.field(name), other.field(name)
         if all(sums is None or (sums == NO_VALUE).all() for sums in pair):
             continue
@@ -114,12 +114,10 @@ def _compared(
             places = np.flatnonzero(pair[0][:shared] != pair[1][:shared])
         if len(places) and name in REAL and columns is None:
             columns = first.rollout(one.rollout_id), second.rollout(one.rollout_id)
-        part.add(total, [_size(name, int(place), columns) for place in places] + [BEYOND] * (total - shared))
-        yield name, part
-    part = ComparedPart("shards", 0.0)
-    apart = sum(pair[0] != pair[1] for pair in zip_longest(one.shards, other.shards))
-    part.add(max(len(one.shards), len(other.shards)), [BEYOND] * apart)
-    yield "what each rank trains on", part
+        sizes = [_size(name, int(place), columns) for place in places] + [BEYOND] * (total - shared)
+        yield name, ComparedPart("samples", CANARY_LIMITS[dtype] if name in REAL else 0.0).add(total, sizes)
+    differ = [pair[0] != pair[1] for pair in zip_longest(one.shards, other.shards)]
+    yield "what each rank trains on", ComparedPart("shards", 0.0).add(len(differ), [BEYOND] * sum(differ))
     yield from _steps(first.steps.get(one.rollout_id, []), second.steps.get(one.rollout_id, []), dtype)
     yield from _weights(one, other)
 
@@ -128,11 +126,10 @@ def _weights(one: StepSums, other: StepSums) -> Iterator[tuple[str, ComparedPart
     """Of each weight there is one checksum after each step; a weight that only one run has differs."""
     ours, theirs = (dict(zip(sums.names, sums.weights, strict=False)) for sums in (one, other))
     both = ours.keys() & theirs.keys()
-    part = ComparedPart("checksums", 0.0)
     apart = sum(not np.array_equal(ours[name], theirs[name]) for name in both)
-    part.add(len(ours.keys() | theirs.keys()), [UNKNOWN] * apart + [BEYOND] * len(ours.keys() ^ theirs.keys()))
-    if part.total:
-        yield "weights", part
+    sizes = [UNKNOWN] * apart + [BEYOND] * len(ours.keys() ^ theirs.keys())
+    if total := len(ours.keys() | theirs.keys()):
+        yield "weights", ComparedPart("checksums", 0.0).add(total, sizes)
 
 
 def _size(name: str, place: int, columns: tuple[Any, Any] | None) -> float:
@@ -154,25 +151,17 @@ def _distance(one: NDArray[Any], other: NDArray[Any]) -> float:
 def _steps(one: Sequence[Row], other: Sequence[Row], dtype: str) -> Iterator[tuple[str, ComparedPart]]:
     names = {name: None for row in (*one, *other) for name in row if name.startswith("train/")}
     for name in names:
-        part = ComparedPart("optimizer steps", RELATIVE[dtype])
-        sizes = [_apart((row or {}).get(name), (its or {}).get(name)) for row, its in zip_longest(one, other)]
-        part.add(len(sizes), [size for size in sizes if size])
-        yield name, part
+        sizes = [relative_gap((row or {}).get(name), (its or {}).get(name)) for row, its in zip_longest(one, other)]
+        yield name, ComparedPart("optimizer steps", RELATIVE[dtype]).add(len(sizes), [size for size in sizes if size])
 
 
-def _apart(one: Any, other: Any) -> float:
+def relative_gap(one: Any, other: Any) -> float:
     """How far two values of a metric are apart, relative to 1 or the larger; 0 if they are the same."""
     if one == other or all(isinstance(value, float) and math.isnan(value) for value in (one, other)):
         return 0.0
     if not all(isinstance(value, int | float) and math.isfinite(value) for value in (one, other)):
         return BEYOND
     return float(abs(one - other) / max(1.0, abs(one), abs(other)))
-
-
-def _by(size: float) -> str:
-    if math.isnan(size):
-        return ""
-    return "" if math.isinf(size) else f", by {size:.1e} at most"
 
 
 def _verdict(parts: dict[str, ComparedPart], dtype: str) -> str:

@@ -37,7 +37,6 @@ class Finding:
     text: str
 
     def __str__(self) -> str:
-        """As printed."""
         return f"{self.level:<8} {self.text}"
 
 
@@ -110,8 +109,7 @@ def check_device(device: str) -> Iterator[Finding]:
     if device == "cpu":
         yield Finding(NOTE, "no CUDA: trainers and engines are CPU processes, for small models")
         return
-    cuda = _output(sys.executable, TORCH_CUDA)
-    if cuda:
+    if cuda := _output(sys.executable, TORCH_CUDA):
         yield Finding(OK, f"GPUs, and a torch for CUDA or ROCm {cuda}")
     else:
         yield Finding(MISSING, "there are GPUs, but this torch is built without CUDA; install one that is")

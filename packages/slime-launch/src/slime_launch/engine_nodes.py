@@ -31,6 +31,7 @@ from slime_launch.placement import (
     strategy_of,
     use_cluster_interface,
 )
+from slime_launch.processes import own_node
 from slime_rollout.engine import EngineError, EngineStartError, NoRoomError
 from slime_rollout.engine.addresses import Ports, address
 from slime_rollout.engine.config import EngineConfig
@@ -92,11 +93,14 @@ class EngineSeats:
         return {place: node for place, node in found.items() if node is not None}
 
     def gpus(self, places: Sequence[int]) -> dict[int, int]:
-        """The GPU of each seat, all of one group, on its node; none without CUDA. Errors as of `bundle_gpus`."""
+        """The GPU of each seat, all of one group, on its node; none without CUDA. `NoRoomError` if Ray names none."""
         if not self.cuda or not places:
             return {}
         group = self.seats[places[0]].group
-        found = bundle_gpus(group, [self.seats[place].bundle for place in places])
+        try:
+            found = bundle_gpus(group, [self.seats[place].bundle for place in places])
+        except PlacementError as error:
+            raise NoRoomError(str(error)) from error
         return {place: found[self.seats[place].bundle] for place in places}
 
 
@@ -131,9 +135,7 @@ class EngineNode:
 
     def introduce(self) -> str:
         """Ray's id of the node that it is on."""
-        import ray
-
-        return str(ray.get_runtime_context().get_node_id())
+        return own_node()
 
     def check(self, specs: Sequence[EngineSpec]) -> None:
         """As of `EngineLauncher`."""
@@ -362,7 +364,7 @@ class NodeLauncher(EngineLauncher):
         seen = shares
         if self._seats.shared:
             seen = {place: [seat for seat, own in places.items() if own == place] for place in shares}
-        gpus = self._gpus([seat for own in seen.values() for seat in own])
+        gpus = self._seats.gpus([seat for own in seen.values() for seat in own])
         nodes = [self._node(place, places) for place in shares]
         hosts = [host for _, host in shares]
         spec = dataclasses.replace(spec, host=hosts[0], base_gpu_id=0, nodes=len(nodes))
@@ -382,13 +384,6 @@ class NodeLauncher(EngineLauncher):
             raise
         process = NodeProcess(parts, log_path)
         return SGLangEngine(process, dataclasses.replace(spec, port=parts[0][1].port), self._config.key)
-
-    def _gpus(self, seats: Sequence[int]) -> dict[int, int]:
-        """The GPU of each seat on its node; none without CUDA."""
-        try:
-            return self._seats.gpus(seats)
-        except PlacementError as error:
-            raise NoRoomError(str(error)) from error
 
     def _places(self) -> dict[int, tuple[str, str]]:
         """Of each seat that has a node now: Ray's id of it, and its address."""

@@ -19,16 +19,13 @@ from slime_core.errors import ConfigError
 from slime_core.flags import FlagSpec, collected_problems, flag_specs
 from slime_launch.config import CONFIGS, ClusterConfig, RunConfig, Settings, TrackingConfig, sglang_dest
 from slime_launch.config_file import last_value, with_config
-from slime_launch.derived import derived_values
 from slime_launch.devices import run_device
 from slime_launch.errors import FlagError, about_read
-from slime_launch.idle import idle_flags
-from slime_launch.megatron_flags import answered, megatron_groups, megatron_help
+from slime_launch.megatron_flags import megatron_groups, megatron_help
 from slime_launch.parser import FlagGroup, build_parser, check_has_flags, leading_strays, parse_all, unexpected, without
 from slime_launch.switches import OFF, switched
-from slime_launch.translate import items, translate_upstream
-from slime_launch.wandb_run import hide_key
-from slime_megatron.service import MegatronConfig, megatron_args
+from slime_megatron import service  # a name of it is loaded when it is used
+from slime_megatron.service import MegatronConfig
 from slime_rollout.config import RolloutConfig
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.python import find_python, has_sglang
@@ -110,6 +107,11 @@ def _read(
 
     ``sglang`` are SGLang's flags; the installed one says them if ``None``.
     """
+    from slime_launch.derived import derived_values  # these four --help does not need
+    from slime_launch.idle import idle_flags
+    from slime_launch.translate import answered, items, translate_upstream
+    from slime_launch.wandb_run import hide_key
+
     check_has_flags(argv, own_flags())
     stray = leading_strays(argv)
     expanded = with_config(argv[len(stray) :])
@@ -172,14 +174,13 @@ def _configs(given: Mapping[str, Any], groups: Sequence[FlagGroup], as_given: Ma
             args = {sglang[dest]: value for dest, value in given.items() if dest in sglang}
             if given.get("trust_remote_code"):
                 args.setdefault("trust-remote-code", True)
-            values["sglang_off"] = tuple(name for name, value in (args | dict(as_given)).items() if value is False)
-            values["sglang_args"] = {
-                name: value for name, value in (args | dict(as_given)).items() if value is not False
-            }
+            args |= as_given
+            values["sglang_off"] = tuple(name for name, value in args.items() if value is False)
+            values["sglang_args"] = {name: value for name, value in args.items() if value is not False}
             values["router_args"] = {router[dest]: value for dest, value in given.items() if dest in router}
         if config is MegatronConfig:
             words = {dest: value for dest, value in given.items() if dest in megatron}
-            values["megatron_args"] = megatron_args(words)
+            values["megatron_args"] = service.megatron_args(words)
         configs[part] = config.of(**values)
     return configs
 
@@ -242,27 +243,34 @@ def _command(
 ) -> tuple[list[FlagGroup], argparse.ArgumentParser, list[str]]:
     """As :func:`command`, with what is refused, a line each; a flag that was refused is its first word."""
     known = own_flags()
-    refused: list[str] = []
-    typed: dict[str, set[str]] = {}
-    for prefix, controlled in ((PREFIX, CONTROLLED), (ROUTER_PREFIX, ROUTER_CONTROLLED)):
-        names = {word.split("=")[0] for word in argv if word.startswith(prefix)} - known.keys()
-        given = sorted(name for name in names if name.removeprefix(prefix) in controlled)
-        refused += [f"{name} cannot be given: {controlled[name.removeprefix(prefix)]}" for name in given]
-        typed[prefix] = names - {*given}
+    typed = {word.split("=")[0] for word in argv if word.startswith((PREFIX, ROUTER_PREFIX))} - known.keys()
+    names = sorted(typed, key=lambda name: (name.startswith(ROUTER_PREFIX), name))  # SGLang's first
+    left = [name for name in names if set_by_slime(name) is None]
+    refused = [f"{name} cannot be given: {set_by_slime(name)}" for name in names if name not in left]
     specs: list[FlagSpec] = []
-    if typed[PREFIX]:
+    if any(name.startswith(PREFIX) for name in left):
         try:
             found = sglang_specs(argv) if sglang is None else sglang
             specs = [spec for spec in found if spec.name not in known]
         except ConfigError as error:
             refused.append(str(error))
-    router = tuple(router_specs().values()) if typed[ROUTER_PREFIX] else ()
+    router = tuple(router_specs().values()) if any(name.startswith(ROUTER_PREFIX) for name in left) else ()
     others = (
         *megatron_groups(argv, known),
         FlagGroup("sglang-router: its own flags", router, ROUTER_NOTE, hidden=True),
         FlagGroup("SGLang: its own flags", tuple(specs), SGLANG_NOTE, hidden=True),
     )
     return [*train_groups(), *others], _parser(others), refused
+
+
+def set_by_slime(name: str) -> str | None:
+    """Why a flag of SGLang's or its router's cannot be given; ``None`` if it can."""
+    if name in own_flags():
+        return None
+    for prefix, controlled in ((PREFIX, CONTROLLED), (ROUTER_PREFIX, ROUTER_CONTROLLED)):
+        if name.startswith(prefix) and name.removeprefix(prefix) in controlled:
+            return controlled[name.removeprefix(prefix)]
+    return None
 
 
 @functools.lru_cache(maxsize=8)  # most command lines of a process have the same ones, and a plan reads several

@@ -120,9 +120,9 @@ class Handover:
                 self._trainers.wake(weights_only=to is Held.WEIGHTS, on_poll=poll)
             self._trainer = to
 
-    def _engines_down(self, to: Held, shown: Wait | None = None) -> None:
+    def _engines_down(self, to: Held) -> None:
         if self.engines_sleep and self._engines > to:
-            with self._moving("engines give memory back", "sleep", shown):
+            with self._moving("engines give memory back", "sleep", None):
                 self._rollout.sleep(keep_weights=to is Held.WEIGHTS)
             self._engines = to
 

@@ -168,16 +168,9 @@ def record(parts: Parts, batch: ReadyRollout, report: TrainReport, sync: SyncRep
     parts.tracker.log("rollout", step=rollout_id, rollout_id=rollout_id, metrics=row, samples=samples)
     record_spans(parts, rollout_id, [*batch.spans, *report.spans])
     parts.tracker.log_sums(batch, report)
-    parts.console.step(
-        step_line(
-            batch,
-            parts.settings.num_rollout,
-            row,
-            steps[-1] if steps else {},
-            compares_samples=parts.settings.compares_samples,
-        ),
-        step_cells(rollout_id + 1, parts.settings.num_rollout, parts.tracker.rows),
-    )
+    total, last_step = parts.settings.num_rollout, steps[-1] if steps else {}
+    line = step_line(batch, total, row, last_step, compares_samples=parts.settings.compares_samples)
+    parts.console.step(line, step_cells(rollout_id + 1, total, parts.tracker.rows))
     for line in example_lines(samples, of_data=parts.settings.kind.rows is not None):
         parts.console.line(line)
     watch_drift(parts, rollout_id, steps)

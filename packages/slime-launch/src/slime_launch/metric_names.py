@@ -47,8 +47,7 @@ def absent() -> dict[str, str]:
 
 @functools.cache
 def _file() -> dict[str, Any]:
-    text = files("slime_launch").joinpath("metric_names.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
+    return tomllib.loads(files("slime_launch").joinpath("metric_names.toml").read_text(encoding="utf-8"))
 
 
 @functools.cache

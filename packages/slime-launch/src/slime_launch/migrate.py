@@ -21,16 +21,13 @@ from slime_core.redact import HIDDEN, is_secret
 from slime_core.words import shortened, suggestions
 from slime_launch.answers import OTHERS, Outcome, data_answer, foreign_answer, named_here, table
 from slime_launch.errors import FlagError, Problems
-from slime_launch.flags import PREFIX, command, known_sglang_specs, own_flags, read_anywhere
+from slime_launch.flags import command, known_sglang_specs, own_flags, read_anywhere, set_by_slime
 from slime_launch.names import HUB_NAME
 from slime_launch.parser import WordsParser
 from slime_launch.shell_words import POSITIONAL, VARIABLE, TrainCommand, as_shell, plain, read_command, unresolved
 from slime_launch.translate import SETTING, Became, Context, Item, become, context, items, ours_of, renamed
 from slime_launch.validate import check_settings
 from slime_megatron.service import field_words, word_answer
-from slime_rollout.engine.router_flags import CONTROLLED as ROUTER_CONTROLLED
-from slime_rollout.engine.router_flags import PREFIX as ROUTER_PREFIX
-from slime_rollout.engine.sglang_flags import CONTROLLED
 
 STOPS = (Outcome.NOT_BUILT, Outcome.REFUSED, Outcome.UNKNOWN)
 WANDB_KEYS = ("--logger.wandb.key", "--use_wandb")
@@ -122,7 +119,7 @@ def migrated(theirs: TrainCommand) -> Migrated:
     """A command of another launcher as ours."""
     entry, problems = theirs.entry, list[str]()
     given = items(_without_arguments(theirs.words, problems))
-    typed = [item.name for item in given if item.name.startswith("--") and _set_by_slime(item.name) is None]
+    typed = [item.name for item in given if item.name.startswith("--") and set_by_slime(item.name) is None]
     typed += [named_here(item.name) for item in given]
     known = _known(typed)
     given = [_without_more(item, known, problems) for item in given]
@@ -143,9 +140,9 @@ def migrated(theirs: TrainCommand) -> Migrated:
     return Migrated("train-async" if entry in ASYNC else "train", found, words, problems)
 
 
-def _known(names: Sequence[str]) -> dict[str, FlagSpec]:
-    """Our flags by name, with SGLang's and Megatron's where one is named."""
-    groups, _ = command(names, known_sglang_specs())
+def _known(names: Sequence[str], *, typed: bool = False) -> dict[str, FlagSpec]:
+    """Our flags by name, with SGLang's (``typed`` or as texts) and Megatron's where one is named."""
+    groups, _ = command(names, known_sglang_specs(typed=typed))
     return {spec.name: spec for group in groups for spec in group.flags}
 
 
@@ -198,7 +195,7 @@ def _of(item: Item, around: Context) -> Became:
     if item.name == "--config":
         note = "it names a file of settings, which is not read; give them as flags"
         return Became(item, Outcome.REFUSED, (), note)
-    if own := _set_by_slime(item.name):
+    if own := set_by_slime(item.name):
         return Became(item, Outcome.NO_EFFECT, (), own)
     if item.name in WANDB_KEYS and item.values:
         return Became(Item(item.name, (HIDDEN,)), Outcome.RENAMED, ("--use-wandb",), "set WANDB_API_KEY where it runs")
@@ -230,16 +227,6 @@ def _without_what_it_needs(became: Became, made: set[str], known: Mapping[str, F
     return Became(
         became.item, Outcome.NO_EFFECT, (), f"it is {answer.to} beside {answer.with_flag}, which is not given"
     )
-
-
-def _set_by_slime(name: str) -> str | None:
-    """Why a flag of SGLang's or its router's cannot be given; ``None`` if it can."""
-    if name in own_flags():
-        return None
-    for prefix, controlled in ((PREFIX, CONTROLLED), (ROUTER_PREFIX, ROUTER_CONTROLLED)):
-        if name.startswith(prefix) and (reason := controlled.get(name.removeprefix(prefix))):
-            return reason
-    return None
 
 
 def _defaults(entry: str, words: Sequence[str], around: Context) -> list[str]:
@@ -328,8 +315,7 @@ def as_command(done: Migrated) -> str:
 
 def as_toml(words: Sequence[str]) -> str:
     """Words of ours as a file for ``--config``; what only a shell knows is named at the end of its line."""
-    groups, _ = command([item.name for item in items(words)], known_sglang_specs(typed=True))
-    known = {spec.name: spec for group in groups for spec in group.flags}
+    known = _known([item.name for item in items(words)], typed=True)
     values: dict[str, list[str]] = {}
     for item in items(words):
         values.setdefault(item.name, []).extend(item.values)

@@ -25,11 +25,7 @@ _FILES = (
 def make_room(directory: Path, save: Path | None) -> Iterator[str]:
     """Have the folder for a run: move what another one left there to ``earlier/N``, and what this one left back.
 
-    The caller has the folder locked.
-
-    Args:
-        directory: The ``--output-dir``.
-        save: The ``--save`` of a run that is continued; ``None`` if it is a new one.
+    The caller has the folder locked. ``save`` is that of a run that is continued; ``None`` if it is a new one.
 
     Yields:
         What was done, a line each.
@@ -62,8 +58,7 @@ def _is_of(directory: Path, save: Path | None) -> bool:
     if save is None:
         return False
     try:
-        settings = read_json(directory / SETTINGS_FILE)["settings"]
-        written = settings["save"]["value"]
+        written = read_json(directory / SETTINGS_FILE)["settings"]["save"]["value"]
     except (OSError, ValueError, KeyError, TypeError):
         return True
     return written is not None and Path(written).resolve() == save.resolve()

@@ -6,7 +6,7 @@ from typing import Any
 
 from slime_core.errors import ConfigError
 from slime_core.flags import FlagSpec, flag_specs
-from slime_launch.parser import nearest
+from slime_launch.parser import TYPE_NAMES, nearest
 from slime_megatron.service import TRAINED, MegatronConfig, role_config
 from slime_rollout.strict_yaml import load_yaml
 
@@ -74,6 +74,5 @@ def _typed(path: str, spec: FlagSpec, value: Any) -> Any:
             raise ValueError
         return spec.type(str(value)) if spec.type is not bool else value
     except (TypeError, ValueError):
-        kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-        kind = "a list" if spec.nargs else kinds[spec.type]
+        kind = "a list" if spec.nargs else (TYPE_NAMES | {bool: "true or false"})[spec.type]
         raise ConfigError(f"{FLAG} {path}: {spec.dest} {value!r} must be {kind}") from None

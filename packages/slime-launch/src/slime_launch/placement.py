@@ -95,14 +95,9 @@ def layout_notes(layout: BundleLayout, *, hands_over: bool) -> list[str]:
     ]
 
 
-def threads_per_worker(workers: int, cores: int) -> int:
-    """CPU threads of each of ``workers`` processes that compute at the same time on ``cores`` cores."""
-    return max(1, cores // max(1, workers))
-
-
 def own_share(workers: int) -> int:
-    """As :func:`threads_per_worker`, for the cores that this process may use."""
-    return threads_per_worker(workers, len(os.sched_getaffinity(0)))
+    """CPU threads of each of ``workers`` processes that compute at the same time on the cores of this process."""
+    return max(1, len(os.sched_getaffinity(0)) // max(1, workers))
 
 
 def check_transport(config: WeightSyncConfig, route: Route) -> Way:
@@ -183,15 +178,9 @@ def place_run(
     nodes = bundle_nodes(group)
     gpus = bundle_gpus(group, list(nodes)) if layout.cuda else {}
     order = order_bundles(nodes, gpus)
-    return Placement(
-        group=group,
-        layout=layout,
-        trainer=tuple(order[place] for place in layout.trainer),
-        rollout=tuple(order[place] for place in layout.rollout),
-        nodes=nodes,
-        gpus=gpus,
-        grows=grows,
-    )
+    trainer = tuple(order[place] for place in layout.trainer)
+    rollout = tuple(order[place] for place in layout.rollout)
+    return Placement(group=group, layout=layout, trainer=trainer, rollout=rollout, nodes=nodes, gpus=gpus, grows=grows)
 
 
 def reserve(

@@ -27,7 +27,6 @@ from slime_launch.disk_space import check_disk_space, check_written, written_dir
 from slime_launch.errors import PreflightError, Problems
 from slime_launch.kind import RunKind
 from slime_launch.manifest import Manifest
-from slime_launch.megatron_flags import check_arguments
 from slime_launch.names import is_published, with_paths
 from slime_launch.overrides import Overrides, read_overrides
 from slime_launch.resume import StartWeights, find_run, start_weights
@@ -45,6 +44,7 @@ from slime_megatron.service import (
     check_algorithm,
     check_checkpoint,
     check_fits,
+    check_megatron_args,
     check_memory,
     find_checkpoint,
     teacher_source,
@@ -247,7 +247,8 @@ def _shape(
     if shape is not None:
         if kind.trains:
             problems.attempt(check_fits, settings.megatron, shape)
-        problems.attempt(check_arguments, settings.megatron, shape, on_gpu)
+        has_gpus = run_device() == "cuda" if on_gpu is None else on_gpu
+        problems.attempt(check_megatron_args, settings.megatron, shape, on_gpu=has_gpus)
         if has_weights:
             if kind.generates:
                 problems.attempt(check_quantized, rollout, settings.engine, elsewhere)
@@ -501,17 +502,12 @@ def check_engines(settings: Settings, *, elsewhere: bool = False, planned: bool 
     topology = topology_of(engine, settings.cluster.rollout_gpus)
     if topology is None:
         return None
-    plan = plan_engines(
-        topology,
-        engine,
-        EngineSpec(
-            model_path=settings.rollout.data.hf_checkpoint,
-            dtype=engine_dtype(settings.megatron, settings.rollout),
-            device=str(engine.sglang_args.get("device") or run_device()),
-        ),
-        num_gpus=settings.cluster.rollout_gpus,
-        is_installed=is_installed,
+    spec = EngineSpec(
+        model_path=settings.rollout.data.hf_checkpoint,
+        dtype=engine_dtype(settings.megatron, settings.rollout),
+        device=str(engine.sglang_args.get("device") or run_device()),
     )
+    plan = plan_engines(topology, engine, spec, num_gpus=settings.cluster.rollout_gpus, is_installed=is_installed)
     if plan.trained is None:
         raise ConfigError(
             f"--sglang-config {engine.sglang_config}: no model gets the trainer's weights; give one "

@@ -14,8 +14,7 @@ from slime_core.redact import HIDDEN, is_secret, redacted, secrets_of
 def without_secrets(values: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The same values by name, each secret in them replaced.
 
-    Args:
-        environment: Its secrets are also removed where they stand in other values; this process's unless given.
+    Secrets of the ``environment``, this process's unless given, are also removed where they stand in other values.
     """
     secrets = secrets_of(os.environ if environment is None else environment)
     return {name: _clean(name, value, secrets) for name, value in values.items()}

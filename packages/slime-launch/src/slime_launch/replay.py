@@ -282,14 +282,13 @@ def _values(run: WrittenRun) -> dict[str, Any]:
 
 def outcome(run: WrittenRun, again: WrittenRun, found: Replay) -> Iterator[str]:
     """One line if all is equal; else what is not, and what of the packages and the environment differs."""
-    from_where = "the run's beginning" if found.checkpoint is None else f"checkpoint {found.first}"
-    from_where = f"trained again from {from_where}"
+    begins = "the run's beginning" if found.checkpoint is None else f"checkpoint {found.first}"
     ours, theirs = (_sums_of(one, found) for one in (run, again))
     for number in range(found.first, found.last + 1):
         if number not in theirs:
             raise DataError(f"the replay has not trained on step {number + 1}; see {again.directory}/logs")
         if (words := next(differences(ours[number], theirs[number], run, again), None)) is not None:
-            yield f"not equal: {from_where}, in step {number + 1} (rollout_id {number}) {words}"
+            yield f"not equal: trained again from {begins}, in step {number + 1} (rollout_id {number}) {words}"
             around = [values for values in settings_that_differ(run, again) if not values[0].startswith("--")]
             yield from value_lines(around, "{} in the run, {} now", ("run", "replay"))
             yield "the same step gives something else on the same samples: a kernel, a package, the machine or --seed"
@@ -297,8 +296,8 @@ def outcome(run: WrittenRun, again: WrittenRun, found: Replay) -> Iterator[str]:
     weights = len(ours[found.last].names)
     are = f"{steps_in_words(found)} {'is' if found.first == found.last else 'are'}"
     yield (
-        f"equal: {from_where}, {are} equal to the last bit, with the metrics of every optimizer step and "
-        f"{counted(weights, 'weight')} after each"
+        f"equal: trained again from {begins}, {are} equal to the last bit, with the metrics of every optimizer step "
+        f"and {counted(weights, 'weight')} after each"
     )
 
 

@@ -38,8 +38,7 @@ def write_resolved(checked: Checked, directory: Path) -> None:
     if (mark := mark_of(found["settings"])) is not None:
         found[MARK] = mark
     found |= checked.packages or packages(checked.settings.kind, checked.settings.engine)
-    text = json.dumps(found, indent=1, ensure_ascii=False)
-    write_whole(directory / FILE_NAME, text + "\n")
+    write_whole(directory / FILE_NAME, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
 
 
 def packages(kind: RunKind, engine: EngineConfig) -> dict[str, dict[str, str] | None]:

@@ -169,8 +169,7 @@ class RolloutWorker:
             return
         self._batches.call(Batches.cancel)
         with contextlib.suppress(SlimeError):  # that it was cancelled
-            while not call.done():
-                pass
+            call.wait()
 
     def begin_update(self, *, only_behind: bool = False) -> ChannelSpec:
         """Where to send weights; an engine that is gone, and that nobody replaces, is an error here."""

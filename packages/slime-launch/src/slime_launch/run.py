@@ -145,13 +145,7 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch,
         console.on_progress = stalls.progress
         try:
             trainers, rollout = start(
-                checked,
-                output_dir / "logs",
-                state=state,
-                console=console,
-                watch=watch,
-                stack=stack,
-                ahead=ahead,
+                checked, output_dir / "logs", state=state, console=console, watch=watch, stack=stack, ahead=ahead
             )
             tracker = Tracker(
                 output_dir,

@@ -31,10 +31,7 @@ def train_rows(report: TrainReport) -> list[dict[str, float]]:
 
 
 def rollout_row(
-    batch: ReadyRollout,
-    report: TrainReport,
-    sync: SyncReport,
-    seconds: Mapping[str, float],
+    batch: ReadyRollout, report: TrainReport, sync: SyncReport, seconds: Mapping[str, float]
 ) -> dict[str, float]:
     """``rollout/*`` and ``perf/*`` of one rollout; ``seconds`` is the wall time of the loop's own phases."""
     row = {
@@ -54,9 +51,7 @@ def rollout_row(
     row["perf/step_time"] = step_time
     if report.steps and step_time:
         row["perf/wait_time_ratio"] = 1.0 - seconds["train"] / step_time
-    if "tokens_per_second" in batch.metrics:
-        row["perf/tokens_per_second"] = batch.metrics["tokens_per_second"]
-    return row
+    return row | {f"perf/{name}": batch.metrics[name] for name in NOT_OF_SAMPLES if name in batch.metrics}
 
 
 def eval_row(report: EvalReport) -> dict[str, float]:
@@ -120,8 +115,7 @@ def example_line(example: Example) -> str:
     prompt = prompt if len(prompt) <= PROMPT_CHARACTERS else f"…{prompt[-PROMPT_CHARACTERS:]}"
     response = response if len(response) <= RESPONSE_CHARACTERS else f"{response[:RESPONSE_CHARACTERS]}…"
     reward = example.get("reward")
-    words = reward_words(reward)
-    end = "" if reward is None else f" (reward {words})"
+    end = "" if reward is None else f" (reward {reward_words(reward)})"
     start = f"{example['set']}: " if "set" in example else ""
     return f"{start}{prompt} → {response}{end}"
 

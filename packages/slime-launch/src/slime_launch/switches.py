@@ -60,11 +60,6 @@ class Switched(NamedTuple):
     notes: list[str]
 
 
-def opposites(name: str, known: Collection[str]) -> tuple[str, ...]:
-    """The known flags that say the opposite of a switch; none where it is off as long as it is not given."""
-    return tuple(other for other in _against(name) if other in known)
-
-
 def second_switches(names: Collection[str]) -> set[str]:
     """Of settings by name in Python the switches that another setting says the opposite of, or stands for."""
     return {name for name in names if name.startswith("no_") and name[3:] in names} | {"fp32", "offload"} & {*names}
@@ -138,7 +133,7 @@ def switched(
             problems.append(problem)
             unread.append(name)
         if said == [] and place == last[name] and spec.is_switch and problem is None:
-            said = [*opposites(name, known)]
+            said = [other for other in _against(name) if other in known]  # none: off as long as it is not given
             off.add(spec.dest)
             notes += [_OTHER_MODE.format(name, other) for other in said if other in _OPPOSITES and other not in last]
         taken = word if said != [word] else ""

@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime_launch.config_file import with_config
+from slime_launch.config_file import last_value, with_config
 from slime_launch.errors import FlagError
-from slime_launch.flags import OTHERS, command, read_train, train_groups
+from slime_launch.flags import OTHERS, command, own_flags, read_train
 from slime_launch.parser import leading_strays, unexpected
 from slime_launch.short_help import print_help
-from slime_launch.translate import items
 
 if TYPE_CHECKING:
     from slime_launch.config import ClusterConfig, Settings
@@ -50,8 +49,8 @@ def evaluate(argv: list[str]) -> int:
         print_help("eval")
         return 0
     words = after(["--rollout-batch-size", "1"], argv)
-    given = [item.values for item in items(with_config(words).words) if item.name == "--num-rollout"]
-    return train([*words, "--num-rollout", "0"], notes=[NO_ROLLOUT] if given and given[-1] != ("0",) else [])
+    given = last_value(with_config(words).words, "--num-rollout")
+    return train([*words, "--num-rollout", "0"], notes=[] if given in (None, "0") else [NO_ROLLOUT])
 
 
 def after(defaults: list[str], argv: list[str]) -> list[str]:
@@ -61,7 +60,7 @@ def after(defaults: list[str], argv: list[str]) -> list[str]:
         FlagError: It begins with another word than a flag, which would seem to belong to the defaults.
     """
     for word in leading_strays(argv):
-        raise FlagError(unexpected(word, "", [spec.name for group in train_groups() for spec in group.flags]))
+        raise FlagError(unexpected(word, "", own_flags()))
     return [*defaults, *argv]
 
 

@@ -217,13 +217,7 @@ class TrainerGroup:
 
     @classmethod
     def start(
-        cls,
-        place: Placement,
-        config: MegatronConfig,
-        *,
-        environment: Mapping[str, str],
-        log_dir: Path,
-        watch: Watch,
+        cls, place: Placement, config: MegatronConfig, *, environment: Mapping[str, str], log_dir: Path, watch: Watch
     ) -> TrainerGroup:
         """Start one actor per rank, with some variables in its environment."""
         threads = config.trainer_threads

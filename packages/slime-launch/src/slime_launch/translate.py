@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from slime_core.errors import DataError
 from slime_core.files import read_json
 from slime_core.flags import FlagSpec
+from slime_launch import switches
 from slime_launch.answers import SAME, THEIR_OWN, Answer, Outcome, foreign_answer, row_of, table, upstream_answer
+from slime_launch.megatron_flags import unknown_words
+from slime_launch.parser import without
+from slime_megatron.service import word_answer
 from slime_rollout.config import BUILT_IN_ROLLOUTS
 
 SETTING = re.compile(r"\+{0,2}[a-z_]+(\.[a-z_0-9]+)+=.*", re.DOTALL)
@@ -133,11 +137,7 @@ def ours_of(name: str, known: Mapping[str, FlagSpec]) -> str:
 def translate_upstream(argv: Sequence[str], known: Mapping[str, FlagSpec]) -> Translated:
     """A command of ours that may hold flags of upstream slime: those with no effect are taken out, others renamed.
 
-    What is the parser's to refuse stays as it is.
-
-    Args:
-        argv: The words after ``slime-launch train``.
-        known: The flags that the parser knows, by name.
+    What is the parser's to refuse stays as it is; ``known`` are the flags that it knows, by name.
     """
     names = {word.split("=")[0] for word in argv if word.startswith("--")}
     if names <= known.keys() and not any(word.startswith(THEIRS) for word in argv):
@@ -160,6 +160,22 @@ def translate_upstream(argv: Sequence[str], known: Mapping[str, FlagSpec]) -> Tr
         else:
             words += item.words
     return Translated(words, unused, notes, problems)
+
+
+def answered(argv: Sequence[str], known: Collection[str]) -> Translated:
+    """Answer the words of Megatron's that name no field; ``known`` are those that the parser knows."""
+    unused, problems, taken = [], [], []
+    for name in unknown_words(argv, known):
+        values = [value for item in items(argv) if item.name == name for value in item.values if value]
+        found = word_answer(name, values)
+        if found is None:
+            continue
+        taken.append(name)
+        if found.has_no_effect or [value.lower() in switches.OFF for value in values] == [True]:
+            unused.append(f"{name} ({found.reason})")
+        else:
+            problems.append(f"{name} cannot be given: {found.reason}")
+    return Translated(without(argv, taken), unused, [], problems)
 
 
 def become(item: Item, around: Context) -> Became:
