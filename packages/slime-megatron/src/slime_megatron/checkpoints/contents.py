@@ -87,10 +87,7 @@ def load_weights(info: CheckpointInfo, shape: ModelShape, model: Chunks) -> None
 def load_checkpoint(
     info: CheckpointInfo, config: MegatronConfig, shape: ModelShape, model: Chunks, optimizer: Any, scheduler: Any
 ) -> int:
-    """Load all that a run needs to continue: weights, optimizer, schedule and random state.
-
-    Returns:
-        The checkpoint's iteration.
+    """Load all that a run needs to continue: weights, optimizer, schedule and random state. Returns the iteration.
 
     Raises:
         TrainerCheckpointError: It has no optimizer state, its kind of optimizer or its shape is another, or it is
