@@ -164,7 +164,7 @@ def prepared(sharded: dict[str, Any]) -> dict[str, Any]:
 def write_state(
     state: dict[str, Any], directory: str | Path, live: LiveTensors | None = None, group: Any = None
 ) -> None:
-    """Write what was :func:`prepared` on this rank, as Megatron-core's own strategy does; all ranks together.
+    """Write what was :func:`prepared` on this rank: the files of Megatron-core's own strategy. All ranks together.
 
     Megatron-core's starts a manager process, which stays for as long as the rank lives, and forks writers; when one of
     them fails, the other ranks wait for it forever. Here no process is started, and a failure is raised on every rank.

@@ -207,7 +207,7 @@ def reset_adapters(chunks: Chunks) -> None:
 
 
 def loadable_adapters(saved: Any, chunks: Chunks, directory: Any) -> bool:
-    """Whether a checkpoint, with what :meth:`Lora.saved` says of it, has adapters; without, the model's stay as begun.
+    """Whether a checkpoint has adapters, by what :meth:`Lora.saved` gave for it; without, the model's stay as they are.
 
     Raises:
         TrainerCheckpointError: It has adapters, and the model none, or others.

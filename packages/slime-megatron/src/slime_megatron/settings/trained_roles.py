@@ -18,7 +18,7 @@ from slime_megatron.settings.overrides import role_config
 class TrainedRole:
     """The actor or the critic, with settings of its own.
 
-    A ``value_head`` is in place of the output layer; what ``only_evaluates`` has no gradients and no optimizer.
+    A ``value_head`` is in place of the output layer; a role that ``only_evaluates`` has no gradients and no optimizer.
     """
 
     config: MegatronConfig
