@@ -31,6 +31,7 @@ class Roles:
     Attributes:
         actor: The policy, and the frozen roles' weights.
         critic: The values' model, if there is one.
+        iteration: The checkpoint that was loaded or saved last.
     """
 
     def __init__(self, setup: WorkerSetup, configs: Mapping[str, MegatronConfig]) -> None:
@@ -63,6 +64,7 @@ class Roles:
                 offload_dir=setup.output_dir,
             )
         self._memory = MemoryState("the trainer")
+        self.iteration: int | None = None
         self._left: str | Path | None = None
         self._background = Background(self._config.distributed_timeout_minutes) if self._config.async_save else None
         if self.critic is not None:
@@ -74,7 +76,7 @@ class Roles:
         Building a model draws from the random states that this restores, so it is the last of a start.
         """
         if directory is not None and weights_first:
-            _, self._left = self.actor.load_weights(directory)
+            self.iteration, self._left = self.actor.load_weights(directory)
         elif directory is not None:
             self.load(directory)
 
@@ -155,6 +157,7 @@ class Roles:
         for model in self.trained:
             self.turn_of(model)
             directory = model.save(iteration, self._background if model is self.actor else None)
+        self.iteration = iteration
         return directory
 
     def saved(self, wait: bool = False) -> bool:
@@ -176,9 +179,9 @@ class Roles:
             self.turn_of(self.critic)
             self.critic.load(Path(root) / find_checkpoint(directory).directory.name)
         self.turn_of(self.actor)
-        iteration = self.actor.load(directory)
+        self.iteration = self.actor.load(directory)
         self._left = None
-        return iteration
+        return self.iteration
 
     def finish_loading(self) -> None:
         """Load the rest of a checkpoint, after :meth:`resume` has loaded its weights."""
