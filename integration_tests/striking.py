@@ -98,12 +98,12 @@ def trained_on():
     return json.loads((WORK / "save/manifest.json").read_text())["iteration"]
 
 def advantages(inputs):
-    from slime_megatron.checkpoints.writer import InProcessSave
+    from slime_megatron.checkpoints import writer
     from slime_rollout.weights.channel import EngineChannel
     strike(trained_on(), "train")
     if "struck" not in EngineChannel.send.__name__:  # after the first step: not what is sent at the start
         before(EngineChannel, "send", lambda *_: (trained_on(), "push"))
-        before(InProcessSave, "write", lambda *_: (trained_on(), "save"))
+        before(writer, "write_state", lambda *_: (trained_on(), "save"))
     return estimator_named("grpo")(inputs)
 
 if "RolloutHost" in TITLE:

@@ -54,8 +54,8 @@ def advantages(inputs):
     calls += 1
     if calls == {call} and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
         if {moment!r} == "save":
-            from slime_megatron.checkpoints.writer import InProcessSave
-            before(InProcessSave, "write")
+            from slime_megatron.checkpoints import writer
+            before(writer, "write_state")
         else:
             strike()
     return estimator_named("grpo")(inputs)

@@ -1,5 +1,6 @@
 """LoRA: adapters alone train, at every layout as in one process and as in plain PyTorch, and go out merged."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -255,12 +256,19 @@ def test_adapters_load_at_another_layout_and_never_go_unnoticed(
         ranks.start(1, tiny_config(**LORA), model.shape, resume_from=str(tmp_path / "base"))
 
 
+def sizes(lora, shape):
+    """Numbers in the adapters, and in all weights of the model."""
+    weights = WeightMap(shape)
+    adapters = sum(lora.rank * sum(weights.megatron_shape(name)) for name in lora.weights(shape))
+    return adapters, sum(math.prod(weights.megatron_shape(name)) for name in weights.megatron_names())
+
+
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
 def test_only_adapters_train(ranks, tiny_model, tiny_config, name):
     model = tiny_model(name)
     config = tiny_config(load=model.checkpoint, **settings(f"{name}/4"))
     ranks.start(1, config, model.shape)
-    adapters, weights = config.lora.sizes(model.shape)
+    adapters, weights = sizes(config.lora, model.shape)
     trained, held = ranks.first("trainable_numbers")
     assert trained == adapters and ranks.first("optimizer_numbers") == 2 * adapters
     padding = (model.shape.padded_vocab_size(1) - model.shape.vocab_size) * model.shape.hidden_size
@@ -270,7 +278,7 @@ def test_only_adapters_train(ranks, tiny_model, tiny_config, name):
 @pytest.mark.parametrize(("name", "rank"), [("qwen3-4B", 16), ("llama3.1-8B", 16), ("glm4-9B", 16)])
 def test_adapters_of_published_models_are_under_a_hundredth(name, rank):
     shape = ModelShape.from_hf_config(PUBLISHED[name].config)
-    adapters, weights = Lora(rank, 32.0).sizes(shape)
+    adapters, weights = sizes(Lora(rank, 32.0), shape)
     assert weights > 3e9 and 0 < adapters < weights / 100
 
 

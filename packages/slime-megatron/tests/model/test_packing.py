@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from slime_core.errors import DataError
 from slime_core.types import TrainSample, TrainShard, TrainStep
-from slime_megatron.model.packing import ContextParallel, MicroBatch, step_positions, trained_positions
+from slime_megatron.model.packing import ContextParallel, MicroBatch, step_positions, target_values, trained_positions
 
 
 def sample(prompt, response, group=0, index=0, mask=None, **values):
@@ -179,11 +179,11 @@ def test_values_go_to_targets_and_back():
         sample([1], [5], index=1, rollout_log_probs=[2.0]),
     ]
     batch = MicroBatch(samples, share_prompts="on")
-    picked = batch.values("rollout_log_probs")
+    picked = target_values(batch.samples, "rollout_log_probs")
     torch.testing.assert_close(picked, torch.tensor([0.5, 0.25, 2.0]))
     assert [row.tolist() for row in batch.per_sample(picked)] == [[0.5, 0.0, 0.25], [2.0]]
     assert all(row.dtype == np.float32 for row in batch.per_sample(picked))
-    assert batch.values("teacher_log_probs") is None
+    assert target_values(batch.samples, "teacher_log_probs") is None
 
 
 def test_positions_follow_the_samples_to_their_places():

@@ -17,8 +17,15 @@ def stock_logits(shape, checkpoint, tokens, save, rendezvous, *, tensor_parallel
     select_device(1)
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core import tensor_parallel as mesh
+    from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 
-    from slime_megatron.checkpoints.writer import InProcessSave
+    from slime_megatron.checkpoints.writer import prepared, write_state
+
+    class InProcess(SaveShardedStrategy):
+        can_handle_sharded_objects = True
+
+        def save(self, sharded_state_dict, checkpoint_dir):
+            write_state(prepared(sharded_state_dict), checkpoint_dir)
 
     where = f"file://{rendezvous.file}"
     dist.init_process_group("gloo", init_method=where, rank=rendezvous.rank, world_size=rendezvous.world_size)
@@ -32,7 +39,7 @@ def stock_logits(shape, checkpoint, tokens, save, rendezvous, *, tensor_parallel
         state = dist_checkpointing.load({"model": model.sharded_state_dict()}, checkpoint)
         model.load_state_dict(state["model"])
         tokens_BS = torch.tensor(tokens)
-        dist_checkpointing.save(model.sharded_state_dict(), save, InProcessSave())
+        dist_checkpointing.save(model.sharded_state_dict(), save, InProcess("torch_dist", 1))
         positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
         # Prediction modules take no part in the logits; Megatron runs them only with labels.
         model.mtp_process, model.config.mtp_num_layers = False, None

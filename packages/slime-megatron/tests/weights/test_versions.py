@@ -97,12 +97,12 @@ def test_what_stands_for_a_version():
         versions.before_training()
         versions.before_training()  # nothing has been sent since: these weights have no version
     versions.pushed(7)
-    assert list(versions) == [3, 4, 6]
+    assert list(versions.copies) == [3, 4, 6]
     assert versions.by_source({-1, 2, 3, 4, 5, 6, 7}) == {None: [-1, 7], 3: [2, 3], 4: [4], 6: [5, 6]}
     versions.pushed(8)
-    assert list(versions) == [4, 6] and versions.by_source({3}) == {4: [3]}
-    with versions[4].in_place(model):
+    assert list(versions.copies) == [4, 6] and versions.by_source({3}) == {4: [3]}
+    with versions.copies[4].in_place(model):
         assert model[0].weight.unique().tolist() == [4]
     assert model[0].weight.unique().tolist() == [6]
     versions.clear()
-    assert versions.by_source({7}) == {None: [7]} and list(versions) == []
+    assert versions.by_source({7}) == {None: [7]} and list(versions.copies) == []

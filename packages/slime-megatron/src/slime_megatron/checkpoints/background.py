@@ -151,10 +151,7 @@ class Background:
         self._live.release()
 
     def finished(self, *, wait: bool) -> bool:
-        """Whether every rank is done with what was started last. All ranks get the same answer, or error.
-
-        Args:
-            wait: Wait until they are.
+        """Whether every rank is done with what was started last; with ``wait``, once they are. The same on all ranks.
 
         Raises:
             TrainerCheckpointError: It failed, on any rank; raised once.

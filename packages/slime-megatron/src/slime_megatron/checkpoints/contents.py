@@ -26,7 +26,7 @@ from slime_convert.formats.torch_dist import check_metadata
 from slime_convert.shape import ModelShape
 from slime_core.files import DAMAGE
 from slime_megatron.checkpoints.find import CheckpointInfo, check_same_model
-from slime_megatron.checkpoints.other_formats import load_hugging_face, load_legacy
+from slime_megatron.checkpoints.other_formats import load_other_format
 from slime_megatron.checkpoints.peft import lora_of
 from slime_megatron.checkpoints.reader import reading_directly
 from slime_megatron.errors import TrainerCheckpointError, reading_files
@@ -75,28 +75,19 @@ def checkpoint_state(
 def load_weights(info: CheckpointInfo, shape: ModelShape, model: Chunks) -> None:
     """Load a checkpoint's weights, and nothing else, into ``model``, whatever the parallel size it was saved at.
 
-    Of a Hugging Face model and of a legacy ``torch`` checkpoint, each rank reads its own parts.
-
     Raises:
         TrainerCheckpointError: The checkpoint is of a model of another shape, or damaged.
     """
-    if info.format == "torch":
-        return load_legacy(info.directory, shape, model)
-    if info.format == "hf":
-        with reading_files(f"cannot read the model {info.directory}: "):
-            saved = ModelShape.from_hf_config(info.directory).to_megatron_args()
-        check_same_model(saved, shape, info.directory)
-        return load_hugging_face(info.directory, shape, model)
-    _load(info, shape, model, model_state(model))
+    if info.format == "torch_dist":
+        _load(info, shape, model, model_state(model))
+    else:
+        load_other_format(info, shape, model)
 
 
 def load_checkpoint(
     info: CheckpointInfo, config: MegatronConfig, shape: ModelShape, model: Chunks, optimizer: Any, scheduler: Any
 ) -> int:
-    """Load all that a run needs to continue: weights, optimizer, schedule and random state.
-
-    Returns:
-        The checkpoint's iteration.
+    """Load all that a run needs to continue: weights, optimizer, schedule and random state. Returns the iteration.
 
     Raises:
         TrainerCheckpointError: It has no optimizer state, its kind of optimizer or its shape is another, or it is

@@ -19,39 +19,26 @@ from slime_convert.formats.hf import open_model, refuse_other_copies
 from slime_convert.formats.legacy import LegacyWeights
 from slime_convert.mapping import WeightMap
 from slime_convert.shape import ModelShape
-from slime_megatron.checkpoints.find import check_same_model
+from slime_megatron.checkpoints.find import CheckpointInfo, check_same_model
 from slime_megatron.errors import TrainerCheckpointError, reading_files
 from slime_megatron.model.build import Chunks, named_weights
 from slime_megatron.model.parts import VALUE_HEAD
 from slime_megatron.weights.sync import tensor_group
 
+_Whole = Callable[[str], LazyTensor]
+"""A whole weight by its Megatron name, with the vocabulary padded as here."""
 
-def load_hugging_face(directory: Path, shape: ModelShape, model: Chunks) -> None:
-    """Load the weights of a Hugging Face directory into this rank's part of a model.
+
+def load_other_format(info: CheckpointInfo, shape: ModelShape, model: Chunks) -> None:
+    """Load the weights of a Hugging Face model, or of a legacy checkpoint of any layout, into this rank's part.
 
     Quantized weights (block-scaled FP8, packed INT4, MXFP4) are expanded. The result is that of loading the checkpoint
     which `slime-convert hf-to-torch-dist` makes of the directory.
 
     Raises:
-        TrainerCheckpointError: A weight is missing or of another shape, or a file is damaged.
-    """
-    _load(_hugging_face, directory, shape, model)
-
-
-def load_legacy(directory: Path, shape: ModelShape, model: Chunks) -> None:
-    """Load the weights of a legacy ``torch`` checkpoint of any layout: the directory of its ``mp_rank_*``.
-
-    Raises:
         TrainerCheckpointError: It is of another model, a rank or weight is missing, or a file is damaged.
     """
-    _load(_legacy, directory, shape, model)
-
-
-_Whole = Callable[[str], LazyTensor]
-"""A whole weight by its Megatron name, with the vocabulary padded as here."""
-
-
-def _load(open_weights: Callable[[Path, WeightMap], _Whole], directory: Path, shape: ModelShape, model: Chunks) -> None:
+    directory, open_weights = info.directory, _legacy if info.format == "torch" else _hugging_face
     weight_map = WeightMap(shape, shape.padded_vocab_size(parallel_state.get_tensor_model_parallel_world_size()))
     with reading_files(f"cannot load the model {directory}: "), TensorReader(shared=True) as reader, torch.no_grad():
         whole = open_weights(directory, weight_map)
@@ -65,6 +52,9 @@ def _load(open_weights: Callable[[Path, WeightMap], _Whole], directory: Path, sh
 
 
 def _hugging_face(directory: Path, weight_map: WeightMap) -> _Whole:
+    with reading_files(f"cannot read the model {directory}: "):
+        saved = ModelShape.from_hf_config(directory).to_megatron_args()
+    check_same_model(saved, weight_map.shape, directory)
     source = open_model(directory)
     tensors = {name: source.tensor(name) for name in source.tensors}
     refuse_other_copies(tensors, weight_map.shape, directory)

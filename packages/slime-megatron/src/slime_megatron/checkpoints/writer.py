@@ -16,7 +16,6 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
@@ -53,18 +52,9 @@ def save_checkpoint(
     It is written beside its place and moved there when every rank is done, so a directory named ``iter_*`` is
     always whole. What was written of one that failed is removed.
 
-    Args:
-        config: With the directory, and what is left out.
-        shape: The model's.
-        model: Its chunks, without wrappers.
-        optimizer: Megatron's.
-        scheduler: Megatron's.
-        iteration: Its number.
-        background: Write it there, if memory and disk have room; nothing may be under way.
-
-    Returns:
-        Its directory, which is not there yet if it is written in the background. Then ``background.release()`` must be
-        called before the model or the optimizer changes.
+    With ``background`` it is written there, if memory and disk have room; nothing may be under way. The directory that
+    is returned is not there yet then, and ``background.release()`` must be called before the model or the optimizer
+    changes.
 
     Raises:
         TrainerCheckpointError: ``--save`` is not set, or the directory cannot be written.
@@ -79,11 +69,12 @@ def save_checkpoint(
     if (lora := lora_of(model)) is not None:
         adapters = partial(write_adapter, temporary / DIRECTORY, gather_adapters(model, shape), lora)
     sharded, common = save_preprocess(checkpoint_state(config, shape, model, optimizer, scheduler, iteration))
-    if background is None or not background.has_space(_own_tensors(sharded), final.parent):
-        _write(InProcessSave.prepared(sharded), common, final, adapters)
+    own = [value.data for value in nested_values(sharded) if _is_own(value)]
+    if background is None or not background.has_space(own, final.parent):
+        _write(prepared(sharded), common, final, adapters)
     else:
         dict_list_map_inplace(_apart, sharded)
-        state = InProcessSave.prepared(sharded)
+        state = prepared(sharded)
         background.start(partial(_write, state, copy.deepcopy(common), final, adapters), tensors_of(state))
     return final
 
@@ -101,7 +92,7 @@ def _write(
     try:
         with _naming(final, temporary):
             _rank_0_first(group, torch.save, common, temporary / COMMON_STATE_FNAME)
-            InProcessSave(group, live).write(state, temporary)
+            write_state(state, temporary, live, group)
             if adapters is not None:
                 _rank_0_first(group, adapters)
             # Last: it is what makes a directory a checkpoint.
@@ -120,10 +111,6 @@ def _naming(final: Path, temporary: Path) -> contextlib.AbstractContextManager[N
 def _is_own(value: Any) -> bool:
     """Whether it is a tensor that this rank will write."""
     return isinstance(value, ShardedTensor) and value.data is not None and is_main_replica(value.replica_id)
-
-
-def _own_tensors(sharded: dict[str, Any]) -> list[torch.Tensor]:
-    return [value.data for value in nested_values(sharded) if _is_own(value)]
 
 
 def _apart(value: Any) -> Any:
@@ -168,36 +155,24 @@ def _publish(temporary: Path, final: Path, iteration: int) -> None:
     write_whole(final.parent / TRACKER, str(iteration))
 
 
-class InProcessSave(SaveShardedStrategy):  # type: ignore[misc]
-    """The same files as Megatron-core's own strategy, written in this process: see `slime_megatron.checkpoints.files`.
+def prepared(sharded: dict[str, Any]) -> dict[str, Any]:
+    """This rank's values by torch's names; tensors are views of those given, objects are bytes already."""
+    state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
+    return dict(mcore_to_pyt_state_dict(state, False))
+
+
+def write_state(
+    state: dict[str, Any], directory: str | Path, live: LiveTensors | None = None, group: Any = None
+) -> None:
+    """Write what was :func:`prepared` on this rank: the files of Megatron-core's own strategy. All ranks together.
 
     Megatron-core's starts a manager process, which stays for as long as the rank lives, and forks writers; when one of
     them fails, the other ranks wait for it forever. Here no process is started, and a failure is raised on every rank.
-    ``group`` is the process group through which they agree on who writes what; the whole world's unless given. Through
-    ``live`` the tensors are read, unless nothing changes them.
+    Ranks agree through ``group`` on who writes what; the whole world's unless given. Through ``live`` the tensors are
+    read, unless nothing changes them.
     """
-
-    can_handle_sharded_objects = True
-
-    def __init__(self, group: Any = None, live: LiveTensors | None = None) -> None:
-        super().__init__("torch_dist", 1)
-        self._group = group
-        self._reading = _unchanged if live is None else live.reading
-
-    @staticmethod
-    def prepared(sharded: dict[str, Any]) -> dict[str, Any]:
-        """This rank's values by torch's names; tensors are views of those given, objects are bytes already."""
-        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
-        return dict(mcore_to_pyt_state_dict(state, False))
-
-    def write(self, state: dict[str, Any], directory: str | Path) -> None:
-        """Write what was :meth:`prepared` on this rank; all ranks together."""
-        writer = DirectWriter(directory, self._reading)
-        save(state, storage_writer=writer, planner=_planner(), process_group=self._group)
-
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """Write this rank's part, as Megatron-core asks for it; all ranks together."""
-        self.write(self.prepared(sharded_state_dict), checkpoint_dir)
+    writer = DirectWriter(directory, _unchanged if live is None else live.reading)
+    save(state, storage_writer=writer, planner=_planner(), process_group=group)
 
 
 def tensors_of(state: dict[str, Any]) -> list[torch.Tensor]:

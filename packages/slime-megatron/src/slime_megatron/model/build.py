@@ -46,12 +46,8 @@ def build_model(
 ) -> Chunks:
     """This rank's part of a model.
 
-    Args:
-        shape: The model.
-        config: The parallel layout and the precision.
-        device: Where it lives.
-        random_weights: Without, matrices are zero until weights are loaded, and the vocabulary's padding stays so.
-        value_head: In place of the output layer; the last chunk then gives a number per token.
+    Without ``random_weights`` matrices are zero until weights are loaded, and the vocabulary's padding stays so. A
+    ``value_head`` is in place of the output layer; the last chunk then gives a number per token.
 
     Raises:
         ConfigError: The model does not fit the parallel layout, or has parts that are not supported, or the layers

@@ -19,13 +19,7 @@ from slime_megatron.settings.config import MegatronConfig
 
 @dataclass(frozen=True)
 class FoundKernels:
-    """The kernels that a process could use.
-
-    Attributes:
-        cuda: It computes on a GPU.
-        transformer_engine: Transformer Engine is installed.
-        flash: PyTorch's flash attention runs on this GPU.
-    """
+    """The kernels that a process could use: those of a GPU, Transformer Engine's, PyTorch's flash attention."""
 
     cuda: bool = False
     transformer_engine: bool = False

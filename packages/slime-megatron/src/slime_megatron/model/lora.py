@@ -207,12 +207,7 @@ def reset_adapters(chunks: Chunks) -> None:
 
 
 def loadable_adapters(saved: Any, chunks: Chunks, directory: Any) -> bool:
-    """Whether a checkpoint has adapters for this model; without, the model's stay as they began.
-
-    Args:
-        saved: The answer of :meth:`Lora.saved` for the checkpoint; ``None`` for one without adapters.
-        chunks: The model.
-        directory: The checkpoint's, for messages.
+    """Whether a checkpoint has adapters, by what :meth:`Lora.saved` gave for it; without, the model's stay as they are.
 
     Raises:
         TrainerCheckpointError: It has adapters, and the model none, or others.

@@ -26,7 +26,8 @@ def transformer_config(shape: ModelShape, config: MegatronConfig, device: Device
     Raises:
         ConfigError: Megatron-core refuses a value; so for the other two.
     """
-    return _made(_kind(shape), _transformer_values(shape, config, device), shape, config)
+    kind: type[Any] = MLATransformerConfig if shape.multi_latent_attention else TransformerConfig
+    return _made(kind, _transformer_values(shape, config, device), shape, config)
 
 
 def ddp_config(shape: ModelShape, config: MegatronConfig, device: Device) -> DistributedDataParallelConfig:
@@ -68,11 +69,6 @@ def argument_notices(
 
 def _values(shape: ModelShape, config: MegatronConfig, device: Device) -> dict[str, Any]:
     return slime_values(shape, config, on_gpu=not device.is_cpu) | _transformer_values(shape, config, device)
-
-
-def _kind(shape: ModelShape) -> type[Any]:
-    kinds: dict[bool, type[Any]] = {True: MLATransformerConfig, False: TransformerConfig}
-    return kinds[shape.multi_latent_attention]
 
 
 def _made(kind: type[Any], values: dict[str, Any], shape: ModelShape, config: MegatronConfig) -> Any:

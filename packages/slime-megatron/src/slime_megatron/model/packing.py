@@ -123,10 +123,6 @@ class MicroBatch:
         self.positions = tuple(given[place] for group in groups for place in group)
         self.target_lengths = tuple(int(np.count_nonzero(sample.loss_mask)) for sample in self.samples)
 
-    def values(self, name: str) -> torch.Tensor | None:
-        """The samples' ``rollout_log_probs`` or ``teacher_log_probs`` at the targets [N]; ``None`` if one has none."""
-        return target_values(self.samples, name)
-
     def per_sample(self, values_N: torch.Tensor) -> list[NDArray[np.float32]]:
         """Spread N values over the samples' response tokens; 0 where the mask is 0."""
         parts = torch.split(values_N.float().cpu(), list(self.target_lengths))
@@ -286,8 +282,7 @@ class _Row:
 
 def _add_group(row: _Row, shared: Sequence[TrainSample], start: int, common: int, width: int | None) -> int:
     """Append the samples of one prompt, without its beginning that is in the row already; where they end."""
-    prompt = shared[0].prompt_length
-    first = shared[0]
+    first, prompt = shared[0], shared[0].prompt_length
     row.add(first.tokens[common:prompt], np.arange(common, prompt), _experts(first, common, prompt, width))
     end = rest = start + prompt - common
     for sample in shared:
@@ -314,7 +309,7 @@ def _mask(sample: TrainSample) -> NDArray[np.bool_]:
     return sample.loss_mask.astype(bool)
 
 
-def _joined(parts: Sequence[NDArray[Any]], length: int = 0) -> torch.Tensor:
+def _joined(parts: Sequence[NDArray[Any]], length: int) -> torch.Tensor:
     """The parts as one tensor, filled up with zeros to ``length``."""
     joined = np.concatenate(parts)
     return torch.from_numpy(np.pad(joined, (0, max(length - len(joined), 0))))
@@ -371,7 +366,7 @@ def _cut_row(samples: Sequence[TrainSample], context: ContextParallel, multiple_
     lengths = [-(-len(tokens) // unit) * unit for tokens in inputs]
     row.length = sum(lengths) // context.size
     known = [_experts(sample, 0, len(sample.tokens) - 1, width) for sample in samples] or [None]
-    for tokens, chosen, length in zip(inputs, known, lengths, strict=True):
+    for sample, tokens, chosen, length in zip(samples or [None], inputs, known, lengths, strict=True):
         gathered = np.empty(length, np.int64)  # where each position lies among the tokens of all ranks
         for rank in range(context.size):
             own = _zigzag(length, context, rank)
@@ -390,15 +385,12 @@ def _cut_row(samples: Sequence[TrainSample], context: ContextParallel, multiple_
             row.runs.append(half)
             if own[first]:
                 row.continuations.append(Continuation(start + first, half, gathered[: own[first]]))
-        start += len(own)
-    start = 0
-    for sample, length in zip(samples, lengths, strict=False):
-        local = np.full(length, -1)
-        own = _zigzag(length, context, context.rank)
-        local[own] = start + np.arange(len(own))
-        rows = local[sample.prompt_length - 1 : len(sample.tokens) - 1]
-        row.logit_rows.append(rows[_mask(sample)])
-        row.targets.append(sample.tokens[sample.prompt_length :][_mask(sample)])
+        if sample is not None:
+            local = np.full(length, -1)
+            local[own] = start + np.arange(len(own))
+            rows = local[sample.prompt_length - 1 : len(tokens)]
+            row.logit_rows.append(rows[_mask(sample)])
+            row.targets.append(sample.tokens[sample.prompt_length :][_mask(sample)])
         start += len(own)
     return row
 

@@ -85,12 +85,8 @@ class Pieces:
 def cut(query_starts: Integers, queries: Integers, keys: Integers, key_rows: Integers, *, causal: bool) -> Pieces:
     """Cut runs of queries and keys into pieces: a causal run then computes little above its diagonal.
 
-    Args:
-        query_starts: First query of each run.
-        queries: How many queries it has.
-        keys: How many keys; their rows follow one another in ``key_rows``.
-        key_rows: Rows of all keys.
-        causal: Whether query q of a run sees its first q + 1 keys, as many as there are; else all see all.
+    The runs are described as :class:`Pieces` are; the rows of their keys follow one another in ``key_rows``. In a
+    ``causal`` run query q sees the first q + 1 keys, as many as there are.
     """
     chunks = np.clip(LARGEST // np.maximum(keys, 1), 32, CHUNK)
     counts = -(-queries // chunks)
@@ -185,7 +181,7 @@ class ProductAttention(torch.autograd.Function):
         """The output, T × H × F."""
         tokens, heads, _ = query_THE.shape
         key_heads, width = value_UJF.shape[1:]
-        shared, exact = heads // key_heads, _exact(query_THE)
+        shared, exact = heads // key_heads, torch.promote_types(query_THE.dtype, torch.float32)
         query, key, value = _heads_first(query_THE, key_heads, scale), _heads_first(key_UJE), _heads_first(value_UJF)
         output = query.new_empty(key_heads, tokens + 1, shared * width)
         largest, total = torch.empty(2, key_heads, tokens + 1, shared, dtype=exact, device=query.device)
@@ -249,10 +245,6 @@ def _merged(
     part_X1 = other_total_X1 * (other_largest_X1 - both_X1).exp_()
     sum_X1 = part_X1 + total_X1 * (largest_X1 - both_X1).exp_()
     return torch.lerp(output_XF, other_XF, (part_X1 / sum_X1).to(output_XF.dtype)), both_X1, sum_X1
-
-
-def _exact(tensor: torch.Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _heads_first(tensor_THE: torch.Tensor, key_heads: int | None = None, scale: float | None = None) -> torch.Tensor:

@@ -9,6 +9,7 @@ and type names such as ``torch.cuda.FloatTensor``, by which its optimizers disti
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import functools
@@ -182,27 +183,13 @@ def _stand_in_for_the_runtime() -> None:
 def _stand_in_for_random_state() -> None:
     """A separate generator for the "device": the CPU's random state stays what the program made it."""
     generator = torch.Generator()
-
-    def get_state(device: object = None) -> torch.Tensor:
-        return generator.get_state()
-
-    def set_state(state: torch.Tensor, device: object = None) -> None:
-        generator.set_state(state)
-
-    def manual_seed(seed: int) -> None:
-        generator.manual_seed(seed)
-
-    class Generators:
-        def __getitem__(self, index: object) -> torch.Generator:
-            return generator
-
-    _set(torch.cuda, get_rng_state=get_state, set_rng_state=set_state, manual_seed=manual_seed)
-    _set(torch.cuda, default_generators=Generators())
-    _set(torch.cuda.random, get_rng_state=get_state, set_rng_state=set_state)
-
-
-def _is_cuda(device: object) -> bool:
-    return str(device).startswith("cuda")
+    state: dict[str, Any] = {
+        "get_rng_state": lambda device=None: generator.get_state(),
+        "set_rng_state": lambda state, device=None: generator.set_state(state),
+    }
+    _set(torch.cuda, **state, manual_seed=lambda seed: generator.manual_seed(seed))
+    _set(torch.cuda, default_generators=collections.defaultdict(lambda: generator))
+    _set(torch.cuda.random, **state)
 
 
 def _redirect_factories() -> None:
@@ -216,7 +203,7 @@ def _redirect_factories() -> None:
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
     def build(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if _is_cuda(kwargs.get("device")):
+        if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = torch.device("cpu")
         kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)

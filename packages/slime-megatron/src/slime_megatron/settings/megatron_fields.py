@@ -87,16 +87,12 @@ def transformer_fields(multi_latent_attention: bool) -> set[str]:
     return {name for name, field in megatron_fields().items() if field.owners & kinds}
 
 
-class TrainingWord(NamedTuple):
-    """A word of Megatron's own command line: the name that its value gets, and whether it sets that to False."""
-
-    dest: str
-    switches_off: bool
-
-
 @functools.cache
-def training_words() -> dict[str, TrainingWord]:
-    """The words of ``megatron/training/arguments.py``, with dashes; none where only megatron-core is installed."""
+def training_words() -> dict[str, tuple[str, bool]]:
+    """The words of ``megatron/training/arguments.py``, with dashes; none where only megatron-core is installed.
+
+    Of each the name that its value gets, and whether it sets that to False.
+    """
     try:
         source = (_megatron("training") / "arguments.py").read_text(encoding="utf-8")
         calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
@@ -111,7 +107,7 @@ def training_words() -> dict[str, TrainingWord]:
         options = {word.arg: word.value.value for word in call.keywords if isinstance(word.value, ast.Constant)}
         for name in names:
             dest = str(options.get("dest", names[0][2:].replace("-", "_")))
-            found[name] = TrainingWord(dest, options.get("action") == "store_false")
+            found[name] = dest, options.get("action") == "store_false"
     return found
 
 

@@ -231,10 +231,9 @@ def word_answer(word: str, values: Sequence[str]) -> WordAnswer | None:
     name = word.removeprefix("--").replace("_", "-")
     if name == "spec" and values and values[0].startswith(_SPECS):
         return WordAnswer(True, "the layers follow from the model's config")
-    for has_no_effect, table in ((True, _NO_EFFECT), (False, _REFUSED)):
-        for names, reason in table.items():
-            if any(fnmatchcase(name, part) for part in names.split()):
-                return WordAnswer(has_no_effect, reason)
+    for pattern, answer in other_words().items():
+        if fnmatchcase(f"--{name}", pattern):
+            return answer
     if word in training_words():
         return WordAnswer(False, "Megatron has it, but slime does not know what it would change here; leave it out")
     return None

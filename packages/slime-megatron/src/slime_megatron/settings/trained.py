@@ -7,7 +7,6 @@ Names are Megatron's, with layers and experts numbered in the whole model, as in
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -122,12 +121,6 @@ class Lora:
             return [name for name in linear if ".local_experts." not in name]
         ends = [layer for layer, words in parts.items() if words <= set(self.targets)] + list(self.targets)
         return [name for name in linear if any(name.endswith(f".{end}.weight") for end in ends)]
-
-    def sizes(self, shape: ModelShape) -> tuple[int, int]:
-        """Numbers in the adapters, and in all weights of the model."""
-        weights = weight_map(shape)
-        adapters = sum(self.rank * sum(weights.megatron_shape(name)) for name in self.weights(shape))
-        return adapters, sum(math.prod(weights.megatron_shape(name)) for name in weights.megatron_names())
 
     def misfits(self, shape: ModelShape) -> Iterator[str]:
         """Problems with a model; a line each."""

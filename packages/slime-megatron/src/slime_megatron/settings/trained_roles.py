@@ -16,15 +16,9 @@ from slime_megatron.settings.overrides import role_config
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedRole:
-    """The actor or the critic.
+    """The actor or the critic, with settings of its own.
 
-    Attributes:
-        config: Its own settings.
-        shape: Its model.
-        value_head: It has one in place of the output layer.
-        world_size: Number of ranks.
-        on_gpu: Whether they have GPUs.
-        only_evaluates: It has no gradients and no optimizer.
+    A ``value_head`` is in place of the output layer; a role that ``only_evaluates`` has no gradients and no optimizer.
     """
 
     config: MegatronConfig

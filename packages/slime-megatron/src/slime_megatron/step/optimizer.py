@@ -93,15 +93,10 @@ if clip_grads.multi_tensor_scale_impl is local_multi_tensor_scale:
 
 
 def load_optimizer(optimizer: Any, tensors: dict[Any, Any], step: float) -> None:
-    """Put a checkpoint's state into the optimizer.
+    """Put a checkpoint's state into the optimizer: the tensors that its ``sharded_state_dict`` asked for.
 
     Hyperparameters stay as they are: a checkpoint holds those of rank 0's optimizers alone, and another pipeline stage,
-    or another layout, has other ones.
-
-    Args:
-        optimizer: Of :func:`build_optimizer`.
-        tensors: Those that ``optimizer.sharded_state_dict`` asked for.
-        step: Optimizer steps that were taken.
+    or another layout, has other ones. ``step`` is the number of optimizer steps that were taken.
     """
     chain = optimizer.chained_optimizers
     parts = [tensors] if len(chain) == 1 else [tensors.get(key, {}) for key in range(len(chain))]

@@ -27,7 +27,7 @@ from slime_core.ops import (
 from slime_core.ops.tokens import needed
 from slime_core.types import TrainStep
 from slime_megatron.model.build import Chunks, bare, output_weight, run
-from slime_megatron.model.packing import MicroBatch, PackedBatch
+from slime_megatron.model.packing import MicroBatch, PackedBatch, target_values
 from slime_megatron.model.routing import changed, forget
 from slime_megatron.ranks.exchange import broadcast_value, gather_values
 from slime_megatron.step.losses import DRIFT_WEIGHT, LossFunction, LossInputs
@@ -36,6 +36,8 @@ from slime_megatron.step.plan import PlannedBatch, StepPlan
 
 Packed = Callable[[int], Iterator[PackedBatch]]
 """Gives the micro-batches on the device, each packed when it is asked for; called with the number of each chunk."""
+Reader = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+"""From what the last chunk gives to the targets' numbers and entropies: :class:`Head`, or :func:`read_values`."""
 
 # The loss and its terms are sums under the token weights. Every other metric is a mean over the tokens, or the pairs,
 # that were computed: samples that contribute nothing are not, and what they would have given is unknown.
@@ -70,14 +72,11 @@ class Head:
         return _whole(log_probs_M, batch), None if entropy_M is None else _whole(entropy_M, batch)
 
 
-class ValueReader:
-    """From a value head's numbers to those at the targets."""
-
-    def __call__(
-        self, chunk: Any, values_1T1: torch.Tensor, batch: PackedBatch, *, with_entropy: bool = False
-    ) -> tuple[torch.Tensor, None]:
-        """Values [N], equal on tensor- and context-parallel ranks; there are no entropies."""
-        return _whole(values_1T1[0, :, 0].index_select(0, batch.logit_rows_M), batch), None
+def read_values(
+    chunk: Any, values_1T1: torch.Tensor, batch: PackedBatch, *, with_entropy: bool = False
+) -> tuple[torch.Tensor, None]:
+    """A value head's numbers at the targets [N], equal on tensor- and context-parallel ranks, and no entropies."""
+    return _whole(values_1T1[0, :, 0].index_select(0, batch.logit_rows_M), batch), None
 
 
 def _whole(values_M: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
@@ -104,9 +103,7 @@ class _SumOfRanks(torch.autograd.Function):
 
 
 @torch.no_grad()
-def forward_values(
-    model: Chunks, packed: Packed, batches: Sequence[MicroBatch], head: Head | ValueReader
-) -> list[torch.Tensor]:
+def forward_values(model: Chunks, packed: Packed, batches: Sequence[MicroBatch], head: Reader) -> list[torch.Tensor]:
     """Log-probs (nats) of the targets of each micro-batch [N], without gradient, on all ranks."""
 
     def forward_step(batches: Iterator[PackedBatch], chunk: Any) -> tuple[torch.Tensor, Callable[..., torch.Tensor]]:
@@ -129,7 +126,7 @@ def forward_backward(
     packed: Packed,
     loss: LossFunction,
     algorithm: AlgorithmConfig,
-    head: Head | ValueReader,
+    head: Reader,
     *,
     forward_only: bool = False,
     see: Callable[[PlannedBatch, torch.Tensor], None] | None = None,
@@ -260,7 +257,7 @@ def step_mis_sums(plan: StepPlan, algorithm: AlgorithmConfig, device: torch.devi
         batch = planned.batch
         if not batch.samples:
             continue
-        rollout_N = needed(batch.values("rollout_log_probs"), flag, "the engine's log-probs")
+        rollout_N = needed(target_values(batch.samples, "rollout_log_probs"), flag, "the engine's log-probs")
         sums_2 += mis_weight_sums(
             algorithm,
             train_log_probs_T=needed(planned.old_log_probs_N, flag, "the log-probs from before the update"),

@@ -38,7 +38,8 @@ class PlannedBatch(TokenInputs):
     def known(self, device: torch.device) -> dict[str, torch.Tensor | None]:
         """The :class:`TokenInputs` by name, also those that are not computed but brought by the samples."""
         found = {field.name: getattr(self, field.name) for field in fields(TokenInputs)}
-        found |= {name: self.batch.values(name.removesuffix("_N")) for name in _BROUGHT if found[name] is None}
+        samples = self.batch.samples
+        found |= {name: target_values(samples, name.removesuffix("_N")) for name in _BROUGHT if found[name] is None}
         return {name: None if one is None else one.to(device) for name, one in found.items()}
 
 
@@ -132,7 +133,7 @@ class Planner:
         if not self.algorithm.uses_advantages:
             return []
         if self.algorithm.use_rollout_logprobs:
-            found = [batch.values("rollout_log_probs") for batch in batches]
+            found = [target_values(batch.samples, "rollout_log_probs") for batch in batches]
             return [values_N.to(self.device) for values_N in found if values_N is not None]
         if self.versions is not None:
             return self._of_versions(batches, self.versions)

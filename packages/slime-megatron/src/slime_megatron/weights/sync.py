@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,7 +28,7 @@ from slime_megatron.ranks.exchange import gather_values
 NamedTensor = tuple[str, torch.Tensor]
 _Local = tuple[str, str, torch.Tensor, bool]
 """A tensor's name, that of the weight it belongs to, this rank's part, and whether other ranks have other parts."""
-_Described = tuple[str, tuple[int, ...], torch.dtype]
+_Described = tuple[str, list[int], str]  # name, shape and type of a weight
 
 
 class WeightExport:
@@ -48,7 +49,7 @@ class WeightExport:
         for experts in (False, True):
             whole = self._whole_weights(experts, meta=True)
             own = [(name, weight.shape, str(weight.dtype)) for name, weight in whole if weight is not None]
-            self._kept.append([[_described(*each) for each in kept] for kept in gather_values(own)])
+            self._kept.append(gather_values(own))
 
     def tensors(self, root: int = 0) -> Iterator[NamedTensor]:
         """On ``root``, every weight under its Hugging Face name. All ranks must go through it; others yield nothing.
@@ -106,7 +107,8 @@ class WeightExport:
 
     def _received(self, kept: list[list[_Described]], root: int) -> Iterator[NamedTensor]:
         for source, described in enumerate(kept):
-            for name, lengths, dtype in described if source != root else ():
+            for name, lengths, type_name in described if source != root else ():
+                dtype: torch.dtype = getattr(torch, type_name.removeprefix("torch."))
                 weight = torch.empty(lengths, dtype=dtype, device=torch.cuda.current_device())
                 dist.recv(weight, source)
                 yield from self._hugging_face(name, weight)
@@ -149,10 +151,6 @@ class WeightExport:
         return [(f"base_model.model.{part}.{factor}.weight", own) for part, own in zip(modules, cut, strict=True)]
 
 
-def _described(name: str, lengths: list[int], dtype: str) -> _Described:
-    return name, tuple(lengths), getattr(torch, dtype.removeprefix("torch."))
-
-
 def _replica(experts: bool) -> int:
     """0 for the first of the ranks that hold the same part of a weight."""
     if experts:
@@ -191,8 +189,9 @@ def push_weights(
             continue
         if channel is None:
             raise RuntimeError(f"rank {root} is to send weights and has no channel")
+        stored = gathered if form is None else itertools.chain.from_iterable(itertools.starmap(form.tensors, gathered))
         try:
-            sent = _send(gathered if form is None else _in_form(gathered, form), channel, update, buffer_size)
+            sent = _send(stored, channel, update, buffer_size)
         except (SlimeError, ConvertError) as error:
             failure = error
             collections.deque(gathered, maxlen=0)  # goes through all that is left
@@ -221,11 +220,6 @@ def _send(
             total += sending.result()
         channel.end()
     return count, total
-
-
-def _in_form(tensors: Iterator[NamedTensor], form: StoredForm) -> Iterator[NamedTensor]:
-    for name, tensor in tensors:
-        yield from form.tensors(name, tensor)
 
 
 def _buckets(tensors: Iterator[NamedTensor], buffer_size: int) -> Iterator[list[NamedTensor]]:

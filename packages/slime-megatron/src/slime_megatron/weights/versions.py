@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 from slime_megatron.model.build import Chunks
 from slime_megatron.weights.host_copies import HostWeights
@@ -17,24 +17,25 @@ class KeptVersions:
     Ranks call its methods with the same arguments, so that all of them run the same forward passes.
 
     Attributes:
+        copies: The kept weights, by version.
         current: The version of the weights of now; ``None`` if engines do not have them.
     """
 
     def __init__(self, model: Chunks, most_behind: int) -> None:
         self._model = model
         self._most_behind = most_behind
-        self._copies: dict[int, HostWeights] = {}
+        self.copies: dict[int, HostWeights] = {}
         self.current: int | None = None
 
     def pushed(self, version: int) -> None:
         """The weights of now are sent to the engines as ``version``. What is too old by now is dropped."""
         self.current, oldest = version, version - self._most_behind
-        self._copies = {kept: copy for kept, copy in self._copies.items() if kept >= oldest}
+        self.copies = {kept: copy for kept, copy in self.copies.items() if kept >= oldest}
 
     def before_training(self) -> None:
         """Keep the weights of now if engines have them."""
         if self.current is not None:
-            self._copies[self.current] = HostWeights(self._model)
+            self.copies[self.current] = HostWeights(self._model)
         self.current = None
 
     def by_source(self, wanted: Collection[int]) -> dict[int | None, list[int]]:
@@ -46,20 +47,10 @@ class KeptVersions:
         sources: dict[int | None, list[int]] = {}
         for version in sorted(wanted):
             is_now = version < 0 or version == self.current
-            source = None if is_now else min((kept for kept in self._copies if kept >= version), default=None)
+            source = None if is_now else min((kept for kept in self.copies if kept >= version), default=None)
             sources.setdefault(source, []).append(version)
         return sources
 
-    def __getitem__(self, version: int) -> HostWeights:
-        return self._copies[version]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(sorted(self._copies))
-
-    def put(self, version: int, weights: HostWeights) -> None:
-        """Have ``weights`` again, which a checkpoint holds."""
-        self._copies[version] = weights
-
     def clear(self) -> None:
         """Have nothing: other weights are loaded."""
-        self._copies, self.current = {}, None
+        self.copies, self.current = {}, None

@@ -20,7 +20,7 @@ from slime_megatron.step.debugging import ShownSamples
 from slime_megatron.step.losses import CRITIC_LOSS, LossFunction
 from slime_megatron.step.optimizer import check_finite
 from slime_megatron.step.pairs import score_row, scored
-from slime_megatron.step.passes import Head, ValueReader, forward_backward, forward_values
+from slime_megatron.step.passes import Head, Reader, forward_backward, forward_values, read_values
 from slime_megatron.step.plan import Planner, StepPlan
 from slime_megatron.worker.roles import Roles
 from slime_megatron.worker.setup import WorkerSetup
@@ -80,7 +80,7 @@ class RolePasses:
 
     def evaluate(self, shard: TrainShard, timer: PhaseTimer) -> Metrics:
         """The loss of a shard of one step, and its metrics; equal on all ranks."""
-        head = self._head(shard.temperature)
+        head = self._head(self._loss, shard.temperature)
         [plan] = self.plan(shard, timer)
         batches = [planned.batch for planned in plan.batches]
         packed = partial(self._packed, batches, timer, "evaluate", head, 1, replays=True)
@@ -107,7 +107,8 @@ class RolePasses:
         ``shown`` sees the micro-batches that are trained on.
         """
         is_actor = role is self._roles.actor
-        loss, head = (self._loss, self._head(shard.temperature)) if is_actor else (CRITIC_LOSS, ValueReader())
+        loss = self._loss if is_actor else CRITIC_LOSS
+        head = self._head(loss, shard.temperature)
         self._roles.begin_rollout(role)
         for number, (plan, step) in enumerate(zip(plans, steps, strict=True)):
             metrics = self._optimize(role, loss, (shard.rollout_id, number), plan, head, timer, shown)
@@ -136,17 +137,15 @@ class RolePasses:
             ),
         )
 
-    def _head(self, temperature: float) -> Head | ValueReader:
-        if self._loss.value_head:
-            return ValueReader()
-        return Head(vocab_size=self._shape.vocab_size, temperature=temperature)
+    def _head(self, loss: LossFunction, temperature: float) -> Reader:
+        return read_values if loss.value_head else Head(vocab_size=self._shape.vocab_size, temperature=temperature)
 
     def _packed(
         self,
         batches: Sequence[MicroBatch],
         timer: PhaseTimer,
         phase: str,
-        head: Head | ValueReader,
+        head: Reader,
         passes: int,
         chunk: int,
         *,
@@ -169,7 +168,7 @@ class RolePasses:
     ) -> list[torch.Tensor]:
         """A number for each target of each micro-batch [N], under a role or a kept version of the policy."""
         phase = _PHASES["actor" if isinstance(role, int) else role]
-        head = ValueReader() if role == "critic" else self._head(temperature)
+        head = self._head(CRITIC_LOSS if role == "critic" else self._loss, temperature)
         # Reference, teacher and critic are other models, whose routers choose for themselves.
         replays = role == "actor" or isinstance(role, int)
         records = replays and self._config.use_routing_replay
@@ -185,7 +184,7 @@ class RolePasses:
         loss: LossFunction,
         place: tuple[int, int],
         plan: StepPlan,
-        head: Head | ValueReader,
+        head: Reader,
         timer: PhaseTimer,
         shown: ShownSamples | None = None,
     ) -> Metrics:

@@ -124,7 +124,7 @@ class TrainedModel:
         """Have the weights of a frozen role, or of an earlier version, in the model's place while the block runs."""
         self.gather_weights()
         versions = self.versions
-        held = versions[other] if versions is not None and isinstance(other, int) else self.frozen[str(other)]
+        held = versions.copies[other] if versions is not None and isinstance(other, int) else self.frozen[str(other)]
         with base_weights(self.model) if held is None else held.in_place(self.model):
             yield self.wrapped
 
@@ -175,7 +175,8 @@ class TrainedModel:
         if self.config.ref_update_interval:
             others["reference"] = self.frozen.get("reference")
         if self.versions is not None:
-            others |= {f"{OLD_ACTOR}/{iteration - version}": self.versions[version] for version in self.versions}
+            kept = sorted(self.versions.copies.items())
+            others |= {f"{OLD_ACTOR}/{iteration - version}": held for version, held in kept}
         for name, held in others.items():
             if held is not None and self.config.save:
                 only_weights = dataclasses.replace(self.config, save=f"{self.config.save}/{name}", no_save_optim=True)
@@ -201,16 +202,13 @@ class TrainedModel:
             load_weights(find_checkpoint(reference), self.shape, self.model)
             self.update_frozen("reference")
         if self.versions is not None:
-            self._load_versions(self.versions, found)
+            self.versions.clear()
+            for old in (checkpoint_root(found.directory) / OLD_ACTOR).glob(f"*/{found.directory.name}"):
+                load_weights(find_checkpoint(old), self.shape, self.model)
+                self.versions.copies[(found.iteration or 0) - int(old.parent.name)] = HostWeights(self.model)
         if self._only_evaluates:
             return self.load_weights(directory)[0]
         return load_checkpoint(found, self.config, self.shape, self.model, self.optimizer, self.scheduler)
-
-    def _load_versions(self, versions: KeptVersions, found: CheckpointInfo) -> None:
-        versions.clear()
-        for directory in (checkpoint_root(found.directory) / OLD_ACTOR).glob(f"*/{found.directory.name}"):
-            load_weights(find_checkpoint(directory), self.shape, self.model)
-            versions.put((found.iteration or 0) - int(directory.parent.name), HostWeights(self.model))
 
     def sleep(self, keep_weights: bool = False) -> None:
         """Give device memory back: gradients, optimizer state and, unless they are kept, weights. Nothing twice."""

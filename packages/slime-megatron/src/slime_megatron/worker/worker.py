@@ -22,7 +22,6 @@ from slime_megatron.worker.reports import RankReports
 from slime_megatron.worker.role_passes import RolePasses
 from slime_megatron.worker.roles import Roles
 from slime_megatron.worker.setup import WorkerSetup
-from slime_megatron.worker.timer import PhaseTimer
 
 
 class MegatronWorker:
@@ -59,24 +58,21 @@ class MegatronWorker:
         """Train on one rollout: its optimizer steps, in order."""
         self._roles.require("train")
         with self._reports.rollout(shard.rollout_id) as timer:
-            return self._train(shard, timer)
-
-    def _train(self, shard: TrainShard, timer: PhaseTimer) -> TrainReport:
-        plans = self._passes.plan(shard, timer)
-        if self.config.save_debug_train_data is not None:
-            write_train_data(self.config.save_debug_train_data, shard, plans)
-        self._roles.keep_version()
-        critic, sums = self._roles.critic, None
-        steps = [{"global_batch_size": float(plan.step.global_trajectories)} for plan in plans]
-        if critic is not None:
-            self._passes.train(critic, shard, plans, steps, timer)
-        if critic is None or shard.rollout_id >= self.config.num_critic_only_steps:
-            shown = ShownSamples()
-            self._passes.train(self._roles.actor, shard, plans, steps, timer, shown)
-            shown.write(self._output_dir / "samples", shard.rollout_id)
-            sums = self._export.sums(timer)
-        self._roles.update_reference(shard.rollout_id)
-        return self._reports.of_training(shard, steps, timer, self._export.summed, sums)
+            plans = self._passes.plan(shard, timer)
+            if self.config.save_debug_train_data is not None:
+                write_train_data(self.config.save_debug_train_data, shard, plans)
+            self._roles.keep_version()
+            critic, sums = self._roles.critic, None
+            steps = [{"global_batch_size": float(plan.step.global_trajectories)} for plan in plans]
+            if critic is not None:
+                self._passes.train(critic, shard, plans, steps, timer)
+            if critic is None or shard.rollout_id >= self.config.num_critic_only_steps:
+                shown = ShownSamples()
+                self._passes.train(self._roles.actor, shard, plans, steps, timer, shown)
+                shown.write(self._output_dir / "samples", shard.rollout_id)
+                sums = self._export.sums(timer)
+            self._roles.update_reference(shard.rollout_id)
+            return self._reports.of_training(shard, steps, timer, self._export.summed, sums)
 
     def forward(self, shard: TrainShard, role: Role = "actor") -> list[NDArray[np.float32]]:
         """Log-probs (nats) of every sample's response tokens under the model of ``role``; 0 where the loss mask is 0.
