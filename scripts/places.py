@@ -244,12 +244,12 @@ class PigeonWeightChannel(EngineChannel):
 import dataclasses
 import torch
 from slime_rollout.engine.channels import ChannelSpec
-from slime_rollout.engine.transports import Route, chosen_of, refusal, transports
+from slime_rollout.engine.transports import Route, chosen_of, refusal, ways_of
 
 words = ("--hf-checkpoint", "model", "--rollout-batch-size", "1", "--rm-type", "exact")
 settings = parse(*words, "--update-weight-transport", "pigeon")
 route = Route(engines=2, within_node=True, cuda=False, shared=False)
-assert chosen_of(transports(parse(*words).engine, route)).name == "pigeon"
+assert chosen_of(ways_of(parse(*words).engine, route)).name == "pigeon"
 assert "flies to nine engines at most" in refusal(settings.engine, dataclasses.replace(route, engines=10))
 channel = ChannelSpec(("http://127.0.0.1:1",), sync=settings.engine).open()
 assert type(channel).__name__ == "PigeonWeightChannel" and channel._send([("one", torch.ones(2))]) == 8

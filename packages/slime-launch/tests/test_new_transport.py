@@ -42,7 +42,7 @@ from slime_launch.cli import main
 from slime_launch.placement import check_transport
 from slime_rollout.engine.channels import ChannelSpec
 from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.transports import Route, in_words, transports
+from slime_rollout.engine.transports import Route, in_words, ways_of
 
 def problem_of(call, *given):
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
@@ -70,7 +70,7 @@ print(json.dumps({
     "auto": check_transport(EngineConfig(), route).name,
     "many": problem_of(check_transport, given, dataclasses.replace(route, engines=10)),
     "far": problem_of(check_transport, given, dataclasses.replace(route, within_node=False)),
-    "said": in_words(transports(EngineConfig(update_weight_transport="gloo"), route)),
+    "said": in_words(ways_of(EngineConfig(update_weight_transport="gloo"), route)),
     "plan": [row for row in plan([*apart, *flag])["transports"] if row["chosen"]],
     "shared": [row for row in plan(together)["transports"] if row["name"] == "pigeon"],
     "channel": type(spec.open()).__name__,

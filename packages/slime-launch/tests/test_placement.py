@@ -18,7 +18,7 @@ from slime_launch.placement import (
     shortage,
 )
 from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.transports import Route, chosen_of, in_words, transports
+from slime_rollout.engine.transports import Route, chosen_of, in_words, ways_of
 
 
 def test_disaggregated_halves_have_bundles_of_their_own():
@@ -118,7 +118,7 @@ APART = {"within_node": False}
 def test_weights_travel_by_the_fastest_way_that_is_possible(given, route, chosen):
     engine = EngineConfig(update_weight_transport=given, update_weight_disk_dir="d" if given == "disk" else None)
     route = Route(**{**ROUTE, **route})
-    ways = transports(engine, route)
+    ways = ways_of(engine, route)
     assert check_transport(engine, route).name == chosen
     if given == "auto":
         assert min((way for way in ways if way.problem is None), key=lambda way: way.seconds).name == chosen
@@ -126,11 +126,11 @@ def test_weights_travel_by_the_fastest_way_that_is_possible(given, route, chosen
 
 def test_a_slow_link_and_a_directory_change_what_is_fastest(monkeypatch):
     cuda = Route(engines=1, within_node=True, cuda=True, shared=False, link=4e9)
-    assert chosen_of(transports(EngineConfig(), cuda)).name == "tensor"
+    assert chosen_of(ways_of(EngineConfig(), cuda)).name == "tensor"
     far = Route(**{**ROUTE, **APART})
     monkeypatch.setattr("slime_rollout.engine.transports.DISK", 10e9)
-    assert chosen_of(transports(EngineConfig(), far)).name == "gloo"
-    assert chosen_of(transports(EngineConfig(update_weight_disk_dir="d"), far)).name == "disk"
+    assert chosen_of(ways_of(EngineConfig(), far)).name == "gloo"
+    assert chosen_of(ways_of(EngineConfig(update_weight_disk_dir="d"), far)).name == "disk"
 
 
 def test_a_transport_that_does_not_reach_is_refused():
@@ -146,7 +146,7 @@ def test_a_transport_that_does_not_reach_is_refused():
     assert check_transport(local, Route(**ROUTE)).name == "disk"
     elsewhere = EngineConfig(**deltas, update_weight_receivers=("node2:9000",))
     assert check_transport(elsewhere, apart).name == "disk"
-    line = in_words(transports(EngineConfig(), apart))
+    line = in_words(ways_of(EngineConfig(), apart))
     assert line == (
         "gloo, about 1.1 s (tensor works within one machine, nccl needs CUDA, disk needs --update-weight-disk-dir)"
     )

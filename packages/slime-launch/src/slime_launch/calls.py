@@ -19,7 +19,7 @@ from slime_core.importing import leave_to_user
 from slime_core.redact import redact_logs
 from slime_launch.errors import LostContactError, RayDiedError, RunError, Stopped
 from slime_launch.processes import Place, own_place
-from slime_rollout.supervise.reaper import find_process
+from slime_rollout.supervise import find_process
 
 Result = TypeVar("Result")
 

@@ -79,7 +79,7 @@ MEANT: dict[tuple[str, ...], str] = {
 
 def unknown_command(word: str) -> str:
     """The error line about a first word that is not a command."""
-    from slime_rollout.run_file import ENDS  # imports YAML, which --help does not need
+    from slime_rollout.checks import ENDS  # imports YAML, which --help does not need
 
     plain = word.lower().replace("_", "-").removesuffix(".py")
     names = (plain, plain.removeprefix("train-").removesuffix("-ray").removesuffix("-trainer"))

@@ -17,9 +17,9 @@ from slime_core.redact import HIDDEN
 from slime_launch.kind import RunKind
 from slime_launch.redact import without_secrets
 from slime_megatron.service import MegatronConfig
+from slime_rollout.checks import HELD_OUT
 from slime_rollout.config import SFT_ROLLOUT, RolloutConfig
-from slime_rollout.engine.config import API_KEY, EngineConfig
-from slime_rollout.hook_config import HELD_OUT
+from slime_rollout.engine import API_KEY, EngineConfig
 
 if TYPE_CHECKING:  # a third of what --help would take
     from slime_rollout.service import Rows

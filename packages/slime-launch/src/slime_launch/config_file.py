@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime_launch.switches import overridden
-from slime_rollout.run_file import FLAG, read_run_file, words_of
+from slime_rollout.checks import FLAG, read_run_file, words_of
 
 
 @dataclass(frozen=True)

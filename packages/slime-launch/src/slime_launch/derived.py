@@ -14,7 +14,7 @@ from slime_launch.config import CONFIGS, ClusterConfig, Settings
 from slime_launch.devices import run_device
 from slime_megatron.service import MegatronConfig
 from slime_rollout.config import RolloutConfig
-from slime_rollout.engine.config import EngineConfig
+from slime_rollout.engine import EngineConfig
 
 SLOW_BF16 = "leave out --bf16: this processor has no instructions for it (AVX512_BF16, AMX); fp32 is many times faster"
 

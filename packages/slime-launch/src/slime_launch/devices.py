@@ -8,8 +8,7 @@ import os
 import subprocess
 
 from slime_core.errors import ConfigError
-from slime_rollout.engine.sglang_flags import engine_device
-from slime_rollout.engine.transports import PCIE
+from slime_rollout.engine import PCIE, engine_device
 
 GIB = 2**30
 

@@ -18,8 +18,7 @@ from slime_launch.cluster import cluster_notices
 from slime_launch.config import ClusterConfig
 from slime_launch.parser import WordsParser
 from slime_launch.plain_text import BETWEEN_NODES
-from slime_rollout.engine.python import find_python, importable_in, run_python
-from slime_rollout.engine.sglang_flags import engine_device, missing_sglang
+from slime_rollout.engine import engine_device, find_python, importable_in, missing_sglang, run_python
 
 PARTS = ("slime-core", "slime-convert", "slime-rollout", "slime-megatron", "slime-launch")
 OK, NOTE, MISSING = "ok", "note", "missing"

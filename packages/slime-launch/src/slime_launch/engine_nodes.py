@@ -32,10 +32,17 @@ from slime_launch.placement import (
     use_cluster_interface,
 )
 from slime_launch.processes import own_node
-from slime_rollout.engine import EngineError, EngineStartError, NoRoomError
-from slime_rollout.engine.addresses import Ports, address
-from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.server import EngineLauncher, EngineSpec, SGLangEngine
+from slime_rollout.engine import (
+    EngineConfig,
+    EngineError,
+    EngineLauncher,
+    EngineSpec,
+    EngineStartError,
+    NoRoomError,
+    Ports,
+    SGLangEngine,
+    address,
+)
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")

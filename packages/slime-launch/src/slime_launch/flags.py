@@ -26,14 +26,19 @@ from slime_launch.parser import FlagGroup, build_parser, check_has_flags, leadin
 from slime_launch.switches import OFF, switched
 from slime_megatron import service  # a name of it is loaded when it is used
 from slime_megatron.service import MegatronConfig
+from slime_rollout.checks import check_tables
 from slime_rollout.config import RolloutConfig
-from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.python import find_python, has_sglang
-from slime_rollout.engine.router_flags import CONTROLLED as ROUTER_CONTROLLED
-from slime_rollout.engine.router_flags import PREFIX as ROUTER_PREFIX
-from slime_rollout.engine.router_flags import router_specs
-from slime_rollout.engine.sglang_flags import CONTROLLED, SglangFlag, installed_flags
-from slime_rollout.run_file import check_tables
+from slime_rollout.engine import (
+    CONTROLLED,
+    ROUTER_CONTROLLED,
+    ROUTER_PREFIX,
+    EngineConfig,
+    SglangFlag,
+    find_python,
+    has_sglang,
+    installed_flags,
+    router_specs,
+)
 
 PROG = "slime-launch train"
 DESCRIPTION = """\

@@ -8,7 +8,7 @@ from slime_core.errors import ConfigError
 from slime_core.flags import FlagSpec, flag_specs
 from slime_launch.parser import TYPE_NAMES, nearest
 from slime_megatron.service import TRAINED, MegatronConfig, role_config
-from slime_rollout.strict_yaml import load_yaml
+from slime_rollout.checks import load_yaml
 
 FLAG = "--megatron-config-path"
 FORM = "write `megatron: [{role: critic, overrides: {lr: 1e-5}}]`"

@@ -17,7 +17,7 @@ from slime_core.flags import FlagSpec
 from slime_core.words import did_you_mean, suggestions
 from slime_launch.answers import flag_line, foreign_answer, upstream_answer
 from slime_launch.errors import FlagError
-from slime_rollout.run_file import ENDS
+from slime_rollout.checks import ENDS
 
 TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text"}
 TAKEN_AS_A_FLAG = {

@@ -30,7 +30,7 @@ from slime_core.importing import BY_US, SAFE_PATH
 from slime_launch.calls import Watch
 from slime_launch.config import ClusterConfig
 from slime_launch.errors import PlacementError
-from slime_rollout.engine.transports import Route, Way, WeightSyncConfig, chosen_of, refusal, transports
+from slime_rollout.engine import Route, Way, WeightSyncConfig, chosen_of, refusal, ways_of
 
 GPU_SECONDS = 120.0  # for Ray to start a process on every node, and ask it for each GPU
 POLL_SECONDS = 0.2
@@ -108,7 +108,7 @@ def check_transport(config: WeightSyncConfig, route: Route) -> Way:
     """
     if (problem := refusal(config, route)) is not None:
         raise PlacementError(problem)
-    return chosen_of(transports(config, route))
+    return chosen_of(ways_of(config, route))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

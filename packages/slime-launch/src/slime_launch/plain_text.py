@@ -9,7 +9,7 @@ import urllib.parse
 
 from slime_core.redact import redacted
 from slime_launch.config import Settings
-from slime_rollout.engine.addresses import full_address, is_this_machine
+from slime_rollout.engine import full_address, is_this_machine
 
 BETWEEN_NODES = (
     "in plain text between the nodes: what Ray, the trainer's ranks and the weights' transport send, and prompts, "

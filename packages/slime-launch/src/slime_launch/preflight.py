@@ -64,11 +64,19 @@ from slime_rollout.checks import (
     split_slice,
 )
 from slime_rollout.config import RolloutConfig
-from slime_rollout.engine.python import has_sglang, importable_in
-from slime_rollout.engine.router import check_router_port
-from slime_rollout.engine.server import EngineSpec, check_flags
-from slime_rollout.engine.sglang_flags import missing_sglang
-from slime_rollout.engine.topology_plan import EnginePlan, Topology, check_runs_here, plan_engines, topology_of
+from slime_rollout.engine import (
+    EnginePlan,
+    EngineSpec,
+    Topology,
+    check_flags,
+    check_router_port,
+    check_runs_here,
+    has_sglang,
+    importable_in,
+    missing_sglang,
+    plan_engines,
+    topology_of,
+)
 from slime_rollout.service import DataSpec, hook_args_of
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")

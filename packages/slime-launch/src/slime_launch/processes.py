@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from slime_rollout.supervise.reaper import POLL_SECONDS, Process, descendants, find_process, is_stopped, send_signal
+from slime_rollout.supervise import POLL_SECONDS, Process, descendants, find_process, is_stopped, send_signal
 
 Result = TypeVar("Result")
 Asked = TypeVar("Asked")

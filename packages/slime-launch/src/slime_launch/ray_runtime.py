@@ -21,9 +21,8 @@ from slime_launch.config import ClusterConfig
 from slime_launch.errors import PlacementError, RayDiedError, Stopped
 from slime_launch.placement import KEEP_CHILDREN, plan_layout
 from slime_launch.processes import stopped_below
-from slime_rollout.engine.addresses import LOOPBACK, free_port
-from slime_rollout.supervise.private_folder import private_folder
-from slime_rollout.supervise.reaper import descendants, is_alive
+from slime_rollout.engine import LOOPBACK, free_port
+from slime_rollout.supervise import descendants, is_alive, private_folder
 
 # Ray makes Unix sockets below it, and their paths may have 107 bytes: 21 after the session's name of 43, ours of 27.
 MAX_TEMP_DIR = 14

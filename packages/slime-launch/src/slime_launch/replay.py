@@ -37,8 +37,7 @@ from slime_megatron.service import (
     flag_name,
     iteration_directory,
 )
-from slime_rollout.checks import HOOKS
-from slime_rollout.run_file import OFF, words_of
+from slime_rollout.checks import HOOKS, OFF, words_of
 from slime_rollout.service import RolloutStore
 
 _LEFT_OUT = frozenset(

@@ -18,8 +18,7 @@ from slime_launch.kind import RunKind
 from slime_launch.own_runs import MARK, mark_of
 from slime_launch.preflight import Checked
 from slime_launch.redact import without_secrets
-from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.python import run_python
+from slime_rollout.engine import EngineConfig, run_python
 
 FILE_NAME = "settings.json"
 ENVIRONMENT = ("SLIME_", "RAY_", "CUDA_", "NCCL_", "GLOO_", "SGLANG_", "HF_", "OMP_", "TORCH_", "PYTHONPATH", "WANDB_")

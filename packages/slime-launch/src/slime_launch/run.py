@@ -69,8 +69,7 @@ from slime_launch.validate import hand_over_notes, micro_batch_notes, notices
 from slime_launch.wandb_run import WandbRun
 from slime_launch.weights import NothingToSend, NoTraining, Sending, Training
 from slime_megatron.service import MegatronConfig
-from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.transports import Route, in_words, transports
+from slime_rollout.engine import EngineConfig, Route, in_words, ways_of
 from slime_rollout.service import DataSpec, EngineRestartsError, GenerationSpec, hook_args_of
 
 __getattr__ = renamed(__name__, {"GIVE_UP_SECONDS": "slime_launch.derived.GIVE_UP_SECONDS"})
@@ -442,7 +441,7 @@ def with_transport(checked: Checked, place: Placement) -> tuple[Checked, str]:
         size=engine_weights(checked.settings, checked.shape),
         link=link_of(cuda),
     )
-    chosen, ways = check_transport(engine, route), transports(engine, route)
+    chosen, ways = check_transport(engine, route), ways_of(engine, route)
     engine = engine.adapted(update_weight_transport=chosen.name)
     return with_engine(checked, engine), f"weights travel by {in_words(ways)}"
 

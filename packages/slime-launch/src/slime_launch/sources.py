@@ -13,8 +13,7 @@ from typing import Any
 from slime_core.errors import DataError
 from slime_core.interfaces import Batches
 from slime_core.types import Progress, RolloutBatch, RolloutColumns
-from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.server import EngineLauncher
+from slime_rollout.engine import EngineConfig, EngineLauncher
 from slime_rollout.service import DataService, DataSpec, GenerationService, GenerationSpec
 
 

@@ -17,7 +17,7 @@ from slime_launch.calls import DUMP_STACKS, Watch, stopped_line
 from slime_launch.errors import RunError, Stopped
 from slime_launch.processes import Run, look_at, on_nodes, own_node, stopped_below
 from slime_launch.ray_runtime import ESSENTIAL
-from slime_rollout.threads import start_call
+from slime_rollout.service import start_call
 
 POLL_SECONDS = 0.2
 LOOK_SECONDS = 20.0  # to look at the processes of other nodes

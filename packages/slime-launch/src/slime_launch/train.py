@@ -109,8 +109,7 @@ def importing_sglang(settings: Settings) -> Iterator[Settings]:
     Gives the settings with which they are forked from it.
     """
     from slime_launch.derived import limit_threads, num_engines
-    from slime_rollout.engine.server import EngineSpec
-    from slime_rollout.engine.template import imported_sglang
+    from slime_rollout.engine import EngineSpec, imported_sglang
 
     if not settings.kind.generates or os.environ.get("RAY_ADDRESS"):
         yield settings

@@ -20,9 +20,9 @@ from slime_launch.errors import RunError, TrainerLostError
 from slime_launch.placement import Placement, live_nodes, own_share, runtime_env, use_cluster_interface
 from slime_launch.processes import end_processes, on_nodes
 from slime_launch.remote import Question, Remote, start_on_all
-from slime_rollout.engine.addresses import free_port
+from slime_rollout.engine import free_port
 from slime_rollout.service import ChannelSpec
-from slime_rollout.supervise.private_folder import private_folder
+from slime_rollout.supervise import private_folder
 
 if TYPE_CHECKING:
     import numpy as np

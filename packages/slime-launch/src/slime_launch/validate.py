@@ -22,8 +22,7 @@ from slime_launch.kind import RunKind
 from slime_megatron.service import FUSED_ROUTERS, MegatronConfig, role_config
 from slime_rollout.checks import read_eval_sets, wrong_on_cpu
 from slime_rollout.config import MOST_KEPT, MOST_LISTED, SFT_ROLLOUT, RolloutConfig
-from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.topology_plan import EnginePlan
+from slime_rollout.engine import EngineConfig, EnginePlan
 from slime_rollout.service import ModelLimits
 
 __getattr__ = renamed(

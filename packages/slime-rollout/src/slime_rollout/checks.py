@@ -15,9 +15,12 @@ if TYPE_CHECKING:
     from slime_rollout.data.rows import check_row
     from slime_rollout.data_service import check_rows, count_rows, encode_row
     from slime_rollout.eval_sets import read_eval_sets
+    from slime_rollout.hook_config import HELD_OUT
     from slime_rollout.hooks import HOOKS, GivenHook, check_hooks, given_hooks
     from slime_rollout.limits import wrong_on_cpu
     from slime_rollout.measure import Measured, check_stop_ids, measure_prompts, measure_rows
+    from slime_rollout.run_file import ENDS, FLAG, OFF, check_tables, read_run_file, words_of
+    from slime_rollout.strict_yaml import load_yaml
 else:
     from slime_core.faces import face
 
@@ -31,8 +34,11 @@ else:
             "data.rows": "check_row",
             "data_service": "check_rows count_rows encode_row",
             "eval_sets": "read_eval_sets",
+            "hook_config": "HELD_OUT",
             "hooks": "HOOKS GivenHook check_hooks given_hooks",
             "limits": "wrong_on_cpu",
             "measure": "Measured check_stop_ids measure_prompts measure_rows",
+            "run_file": "ENDS FLAG OFF check_tables read_run_file words_of",
+            "strict_yaml": "load_yaml",
         },
     )

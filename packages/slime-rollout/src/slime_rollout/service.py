@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from slime_rollout.serving_engines import GenerationSpec
     from slime_rollout.shown import MOST_TOKENS, SAMPLES_DIR
     from slime_rollout.store import RolloutStore
+    from slime_rollout.threads import start_call
 else:
     from slime_core.faces import face
 
@@ -39,5 +40,6 @@ else:
             "serving_engines": "GenerationSpec",
             "shown": "MOST_TOKENS SAMPLES_DIR",
             "store": "RolloutStore",
+            "threads": "start_call",
         },
     )

@@ -9,7 +9,7 @@ import pytest
 from slime_core.errors import ConfigError
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.router import router_command
-from slime_rollout.engine.router_flags import CONTROLLED, router_specs
+from slime_rollout.engine.router_flags import ROUTER_CONTROLLED, router_specs
 
 NEEDS_NO_ROUTER = "import sys, slime_rollout.engine.router_flags; assert 'sglang_router' not in sys.modules"
 
@@ -23,11 +23,11 @@ def test_each_flag_of_the_router_is_passed_or_answered():
 
     specs = router_specs()
     assert {"cache-threshold", "max-concurrent-requests", "disable-retries"} <= specs.keys()
-    assert not specs.keys() & CONTROLLED.keys()
+    assert not specs.keys() & ROUTER_CONTROLLED.keys()
     parser = argparse.ArgumentParser(add_help=False)
     RouterArgs.add_cli_args(parser, use_router_prefix=False)
     installed = {option[2:] for action in parser._actions for option in action.option_strings}
-    assert specs.keys() | CONTROLLED.keys() | {"policy"} == installed
+    assert specs.keys() | ROUTER_CONTROLLED.keys() | {"policy"} == installed
 
 
 def test_types_and_choices_are_the_routers():

@@ -26,7 +26,7 @@ def test_a_transport_without_whole_tensors_is_chosen_and_asked_for_its_mode(monk
     monkeypatch.setattr(table, "TRANSPORTS", [row for row in TRANSPORTS if (row.name, row.mode) != ("disk", "full")])
     deltas = WeightSyncConfig(update_weight_transport="disk", **DELTA)
     for modes, name in ((("full",), "disk"), (MODES, "disk, delta")):
-        chosen = chosen_of(table.transports(deltas, ROUTE, modes=modes))
+        chosen = chosen_of(table.ways_of(deltas, ROUTE, modes=modes))
         assert (chosen.name, chosen.problem) == (name, None)
     with pytest.raises(ConfigError, match="transport disk sends no whole tensors; give another --update-weight-mode"):
         WeightSyncConfig(update_weight_transport="disk", update_weight_disk_dir="d")

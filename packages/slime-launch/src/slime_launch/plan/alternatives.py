@@ -10,7 +10,7 @@ from slime_launch.config import Settings
 from slime_launch.config_file import with_config
 from slime_launch.flags import read_train
 from slime_launch.parser import without
-from slime_rollout.run_file import FLAG
+from slime_rollout.checks import FLAG
 
 MOST = 2
 """Alternatives that a plan shows."""

@@ -35,7 +35,7 @@ from slime_launch.resume import beginning
 from slime_launch.validate import check_settings, hand_over_notes, micro_batch_notes, notices
 from slime_megatron.service import check_fits, flag_name, given_functions, teacher_source
 from slime_rollout.checks import GivenHook, given_hooks
-from slime_rollout.engine.transports import Way
+from slime_rollout.engine import Way
 from slime_rollout.service import DataSpec, hook_args_of
 
 UNREAD = "what could not be read of the command, which the problems name, is left out of this plan"

@@ -18,7 +18,7 @@ from slime_launch.plan.memory import TrainerMemory, frozen_models
 from slime_megatron.service import MegatronConfig, flops_model
 from slime_rollout.checks import read_eval_sets
 from slime_rollout.config import RolloutConfig
-from slime_rollout.engine.transports import DISK, HOST_COPY, NETWORK, Way
+from slime_rollout.engine import DISK, HOST_COPY, NETWORK, Way
 
 # Parts of a GPU's peak that training, prefill and decoding reach, as published runs report them; a CPU's operations
 # are what is reached already.

@@ -16,9 +16,7 @@ from slime_launch.config import Settings
 from slime_launch.derived import engine_dtype, is_quantized
 from slime_launch.devices import GIB, DeviceSpec
 from slime_launch.names import stored_bytes
-from slime_rollout.engine.config import API_KEY, EngineConfig, SglangValue
-from slime_rollout.engine.server import KV_TOKENS, EngineSpec
-from slime_rollout.engine.topology_plan import EnginePlan, PlannedModel
+from slime_rollout.engine import API_KEY, KV_TOKENS, EngineConfig, EnginePlan, EngineSpec, PlannedModel, SglangValue
 
 # What an engine of three processes takes before it holds a model, measured on a CPU (0.62 to 0.73 GiB); on CUDA the
 # context, its libraries and NCCL's buffers, as users report them (not measured here).

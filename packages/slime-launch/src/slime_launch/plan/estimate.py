@@ -16,7 +16,7 @@ from slime_launch.plan.fit import check_engine, check_phases, check_trainer, mem
 from slime_launch.plan.layout import BatchSizes, batch_of, check_nodes, place, route_of, sizes_of
 from slime_launch.plan.memory import Phase, TrainerMemory, gib, host_phase, phases
 from slime_launch.preflight import Found
-from slime_rollout.engine.transports import MODES, Way, transports
+from slime_rollout.engine import MODES, Way, ways_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class Estimate:
             tensors = weight_map(shape, one_expert=True).hf_count()
             size = engine_weights(settings, shape)
             route = route_of(settings.cluster, self.nodes, device, size, engines=count, tensors=tensors)
-            self.transports = transports(settings.engine, route, modes=MODES)
+            self.transports = ways_of(settings.engine, route, modes=MODES)
         if self.sizes is None:
             return
         if settings.kind.trains:

@@ -14,8 +14,7 @@ from slime_launch.errors import PlacementError
 from slime_launch.placement import BundleLayout, check_transport
 from slime_launch.plan.cost import Sizes
 from slime_launch.plan.engines import EngineGroup
-from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.transports import Route
+from slime_rollout.engine import EngineConfig, Route
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

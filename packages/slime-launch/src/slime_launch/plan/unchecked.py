@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from slime_launch.kind import RunKind
 from slime_launch.preflight import Found
-from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.python import has_sglang
+from slime_rollout.engine import EngineConfig, has_sglang
 
 
 def unchecked(kind: RunKind, engine: EngineConfig, found: Found, *, elsewhere: bool) -> list[str]:

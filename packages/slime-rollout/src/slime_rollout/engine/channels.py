@@ -11,7 +11,7 @@ from slime_core.interfaces import WeightChannel
 from slime_rollout.engine import WeightSyncError
 from slime_rollout.engine.addresses import is_this_machine
 from slime_rollout.engine.sglang_flags import engine_device
-from slime_rollout.engine.transports import Route, WeightSyncConfig, chosen_of, names, transports
+from slime_rollout.engine.transports import Route, WeightSyncConfig, chosen_of, names, ways_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class ChannelSpec:
         # Engines that somebody else has started; a run says how its own are reached.
         here, cuda = all(is_this_machine(url) for url in self.engine_urls), engine_device() == "cuda"
         route = Route(engines=len(self.engine_urls), within_node=here, cuda=cuda, shared=self.colocate)
-        fastest = chosen_of(transports(self.sync, route)).name
+        fastest = chosen_of(ways_of(self.sync, route)).name
         return dataclasses.replace(self, sync=self.sync.adapted(update_weight_transport=fastest)).open()
 
     def by_rank(

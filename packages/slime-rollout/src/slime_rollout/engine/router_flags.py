@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from slime_core.flags import FlagSpec
 
-PREFIX = "--router-"
+ROUTER_PREFIX = "--router-"
 # What to use instead of flags that slime sets itself.
 _INSTEAD = {
     "use --sglang-router-ip": ("host",),
@@ -28,7 +28,7 @@ _INSTEAD = {
         *("client-cert-path", "client-key-path", "ca-cert-paths", "tls-cert-path", "tls-key-path"),
     ),
 }
-CONTROLLED: Mapping[str, str] = {name: advice for advice, names in _INSTEAD.items() for name in names}
+ROUTER_CONTROLLED: Mapping[str, str] = {name: advice for advice, names in _INSTEAD.items() for name in names}
 """Flags that slime sets itself → what to use instead."""
 
 
@@ -42,7 +42,7 @@ def router_specs() -> dict[str, FlagSpec]:
     names = {action: option[2:] for action in parser._actions for option in action.option_strings}
     return {
         name: FlagSpec(
-            name=PREFIX + name,
+            name=ROUTER_PREFIX + name,
             dest=f"router_{name.replace('-', '_')}",
             type=bool if action.nargs == 0 else action.type if action.type in (int, float) else str,
             default=None,
@@ -51,5 +51,5 @@ def router_specs() -> dict[str, FlagSpec]:
             nargs="+" if action.nargs in ("+", "*") else None,
         )
         for action, name in names.items()
-        if name not in CONTROLLED and name != "policy"
+        if name not in ROUTER_CONTROLLED and name != "policy"
     }

@@ -27,7 +27,7 @@ from slime_rollout.engine.sglang_flags import (
 )
 from slime_rollout.http import HttpError, call
 from slime_rollout.supervise import Supervised
-from slime_rollout.supervise.private_folder import private_folder
+from slime_rollout.supervise.folders import private_folder
 
 logger = logging.getLogger(__name__)
 

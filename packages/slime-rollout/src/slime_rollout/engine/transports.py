@@ -301,7 +301,7 @@ class Way:
     problem: str | None
 
 
-def transports(config: WeightSyncConfig, route: Route, *, modes: Collection[str] = (FULL,)) -> list[Way]:
+def ways_of(config: WeightSyncConfig, route: Route, *, modes: Collection[str] = (FULL,)) -> list[Way]:
     """Every transport in these modes; the chosen one is what the flags name, or the fastest that is possible."""
     rows = [row for row in TRANSPORTS if row.mode in modes]
     if (chosen := config.transport) is None:
@@ -343,6 +343,6 @@ def refusal(config: WeightSyncConfig, route: Route) -> str | None:
     far, way_out = "", None
     if row.problem(config, dataclasses.replace(route, within_node=True)) is None:
         far, way_out = ", and engines are on other nodes than the trainer's first rank", row.elsewhere
-    possible = [way.name for way in transports(config, route) if way.problem is None]
+    possible = [way.name for way in ways_of(config, route) if way.problem is None]
     way_out = way_out or f"leave it out, or give {' or '.join(possible)}"
     return f"--update-weight-transport {row.name} {problem}{far}; {way_out}"

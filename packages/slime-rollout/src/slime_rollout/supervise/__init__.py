@@ -26,7 +26,31 @@ from pathlib import Path
 from slime_core.errors import SlimeError
 from slime_core.files import open_to_append
 from slime_rollout.supervise import reaper
+from slime_rollout.supervise.folders import private_folder
 from slime_rollout.supervise.forked import Forked, fork
+from slime_rollout.supervise.reaper import (
+    POLL_SECONDS,
+    Process,
+    descendants,
+    find_process,
+    is_alive,
+    is_stopped,
+    send_signal,
+)
+
+__all__ = [
+    "POLL_SECONDS",
+    "Process",
+    "Supervised",
+    "SupervisionError",
+    "descendants",
+    "find_process",
+    "is_alive",
+    "is_stopped",
+    "private_folder",
+    "send_signal",
+    "under_supervisor",
+]
 
 _STOP_MARGIN_SECONDS = 10.0
 # SGLang writes all its settings into one line of 20 kB, which would hide the error below it.

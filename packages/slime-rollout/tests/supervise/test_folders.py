@@ -5,7 +5,7 @@ import stat
 import subprocess
 import tempfile
 
-from slime_rollout.supervise.private_folder import private_folder
+from slime_rollout.supervise.folders import private_folder
 
 
 def test_a_folder_is_this_users_alone_and_those_of_processes_that_are_gone_go(tmp_path, monkeypatch):
