@@ -19,7 +19,7 @@ from slime_core.types import Status
 from slime_rollout.config import RolloutConfig
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.errors import GenerationError, RewardError
-from slime_rollout.generate import sampling_seed
+from slime_rollout.generate import EngineClient, sampling_seed
 from slime_rollout.rewards.scorers import Scorer
 from slime_rollout.rollout import RolloutData, RolloutManager
 
@@ -66,11 +66,14 @@ def test_data_that_was_read_before_is_not_read_again(tokenizer_dir, write_rows, 
     )
     data = RolloutData.load(config)
     path.unlink()
-    given = RolloutManager(config, router_url=engine.url, run_seed=5, data=data, cache_namespace=lambda: "7")
+    client = EngineClient.of(config, engine.url, cache_namespace=lambda: "7")
+    given = RolloutManager(config, client=client, run_seed=5, data=data)
     assert given.source is data.source
     assert given.evaluate(0).scores.keys() == {"held out"}
     given.generate(0)
     assert {body["extra_key"] for body in engine.bodies} == {"7"}
+    with pytest.warns(DeprecationWarning, match=r"takes cache_namespace, key in client=EngineClient.of"):
+        RolloutManager(config, router_url=engine.url, run_seed=5, data=data, cache_namespace=lambda: "7", key="k")
 
 
 def test_weighted_data_sets_with_template_arguments(manager, tokenizer_dir, write_rows):

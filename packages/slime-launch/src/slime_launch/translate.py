@@ -166,7 +166,9 @@ def answered(argv: Sequence[str], known: Collection[str]) -> Translated:
     """Answer the words of Megatron's that name no field; ``known`` are those that the parser knows."""
     unused, problems, taken = [], [], []
     for name in unknown_words(argv, known):
-        values = [value for item in items(argv) if item.name == name for value in item.values if value]
+        values = [
+            value for item in items(argv) if item.name == name for value in item.values if value not in ("", "--")
+        ]
         found = word_answer(name, values)
         if found is None:
             continue

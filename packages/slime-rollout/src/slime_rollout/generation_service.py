@@ -43,7 +43,7 @@ class GenerationService:
     def start(self) -> None:
         """Start router and engines, and read the prompts meanwhile; a `SlimeError` if something cannot be used."""
         from slime_rollout.engine.addresses import router_args
-        from slime_rollout.generate import TurnLog
+        from slime_rollout.generate import EngineClient, TurnLog
         from slime_rollout.hooks import check_hooks, hook_args_of
         from slime_rollout.rollout import RolloutData, RolloutManager
         from slime_rollout.teacher import make_teacher
@@ -57,18 +57,21 @@ class GenerationService:
         reader.shutdown(wait=False)  # the error of an engine does not wait for the prompts
         engines.start()
         engines.said = Progress(note="reading prompts")
-        router_url = engines.fleet.router_url
-        engines.generator = RolloutManager(
+        client = EngineClient.of(
             spec.rollout,
-            router_url=router_url,
-            run_seed=spec.seed,
-            data=data.result(),
-            hook_args=args | router_args(router_url, engines.fleet.model_urls),
-            on_progress=self._count_samples,
-            teacher=teacher,
+            engines.fleet.router_url,
             retry_delays=retry_delays(spec.engine),
             cache_namespace=engines.namespace,
             key=spec.engine.key,
+        )
+        engines.generator = RolloutManager(
+            spec.rollout,
+            client=client,
+            run_seed=spec.seed,
+            data=data.result(),
+            hook_args=args | router_args(client.url, engines.fleet.model_urls),
+            on_progress=self._count_samples,
+            teacher=teacher,
             turns=None if spec.turn_log is None else TurnLog(Path(spec.turn_log)),
         )
         engines.said = Progress(note="engines and router are up; the trainers are loading")

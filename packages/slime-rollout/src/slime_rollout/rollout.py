@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
+import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from slime_core.hooks import HookArgs
@@ -25,7 +26,6 @@ from slime_rollout.generate.context import with_router
 from slime_rollout.hooks import hook_args_of
 from slime_rollout.hooks.rollout_function import find_functions
 from slime_rollout.hooks.rollouts import RolloutHooks, SampleHooks
-from slime_rollout.http import RETRY_DELAYS
 from slime_rollout.limits import ModelLimits
 from slime_rollout.pipeline import GroupPipeline, Progress
 from slime_rollout.rewards import Scorers
@@ -62,14 +62,13 @@ class RolloutManager:
 
     Args:
         config: Prompts, sampling, rewards and evaluation.
-        router_url: Address of sglang-router, or of one engine.
+        router_url: Address of sglang-router, or of one engine; not needed with a ``client`` of it.
+        client: Sends the requests; by default `EngineClient.of` the settings and ``router_url``.
         run_seed: Seed that every sample's own sampling seed comes from.
         data: The prompts of ``config``, if they have been read already.
         hook_args: Every flag by its name, for hooks; by default those of ``config``.
         on_progress: Called with the number of scored samples and of all samples, after each one.
         teacher: The teacher of ``config``, if it has been checked already.
-        retry_delays: Mean seconds before each retry of a request.
-        cache_namespace: As for `EngineClient`, like ``key``.
         turns: Where custom generate functions find what engines and tools have answered before a restart.
 
     Raises:
@@ -82,19 +81,22 @@ class RolloutManager:
         self,
         config: RolloutConfig,
         *,
-        router_url: str,
         run_seed: int,
+        router_url: str = "",
+        client: EngineClient | None = None,
         data: RolloutData | None = None,
         hook_args: HookArgs | None = None,
         on_progress: Progress | None = None,
         teacher: TeacherLogProbs | None = None,
-        retry_delays: Sequence[float] = RETRY_DELAYS,
-        cache_namespace: Callable[[], str | None] = lambda: None,
-        key: str | None = None,
         turns: TurnLog | None = None,
+        **former: Any,
     ) -> None:
+        if former:
+            text = f"RolloutManager takes {', '.join(former)} in client=EngineClient.of(…); here until the next release"
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
+        self._client = client = client or EngineClient.of(config, router_url, **former)
         self._config, self._turns, self._may_lag = config, turns, config.may_lag
-        hook_args = with_router(hook_args or hook_args_of(config), router_url, key)
+        hook_args = with_router(hook_args or hook_args_of(config), client.url, client.key)
         remember_key(hook_args)
         data = data or RolloutData.load(config, hook_args)
         scorers = Scorers(config, hook_args, [one.held_out for one in data.eval_sets])
@@ -102,16 +104,6 @@ class RolloutManager:
         pipeline = GroupPipeline(config, scorers.of(config), teacher or make_teacher(config), self._sample_hooks)
         self._calls = SourceCalls(data.source, config)
         self._function, self._eval_function = find_functions(config, hook_args)
-        limits = ModelLimits.of(config.data.hf_checkpoint)
-        self._client = client = EngineClient(
-            router_url,
-            concurrency=config.sampling.rollout_concurrency,
-            timeout=config.sampling.rollout_request_timeout,
-            retry_delays=retry_delays,
-            cache_namespace=cache_namespace,
-            key=key,
-            vocab_size=limits.vocab_size,
-        )
         context = GenerationContext(
             client=client,
             params=SamplingParams.for_rollout(config),
@@ -120,7 +112,7 @@ class RolloutManager:
             args=hook_args,
             with_experts=config.sampling.use_rollout_routing_replay,
             turns=turns,
-            limits=limits,
+            limits=ModelLimits.of(config.data.hf_checkpoint),
         )
         keep = make_filter(config, hook_args)
         self._collector = Collector(config, self._calls, pipeline, keep, context, on_progress)

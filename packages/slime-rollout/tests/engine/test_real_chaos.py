@@ -28,6 +28,7 @@ from slime_rollout.engine.channels import ChannelSpec
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.engine.slots import read_events
 from slime_rollout.errors import REWARD_FAILURE, GenerationError
+from slime_rollout.generate import EngineClient
 from slime_rollout.http import call, patient_delays
 from slime_rollout.rollout import RolloutManager
 from slime_rollout.supervise import reaper
@@ -189,7 +190,8 @@ def manager(tiny_model, service, write_rows):
             rm_on_failure="zero",
         )
         delays = patient_delays(STARTUP) if delays is None else delays
-        return RolloutManager(config, router_url=fleet.router_url, run_seed=1, retry_delays=delays)
+        client = EngineClient.of(config, fleet.router_url, retry_delays=delays)
+        return RolloutManager(config, client=client, run_seed=1)
 
     return build
 

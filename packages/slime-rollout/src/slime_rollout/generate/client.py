@@ -12,7 +12,7 @@ import uuid
 import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import orjson
@@ -21,6 +21,10 @@ from slime_core.types import Status
 from slime_rollout.errors import GenerationError
 from slime_rollout.generate.completion import Completion, FailedUpdateError
 from slime_rollout.http import RETRY_DELAYS, HttpError, Retries, excerpt, exchange, make_session
+from slime_rollout.limits import ModelLimits
+
+if TYPE_CHECKING:
+    from slime_rollout.config import RolloutConfig
 
 logger = logging.getLogger(__name__)
 
@@ -82,15 +86,15 @@ class EngineClient:
         key: str | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        self._url = url.rstrip("/")
-        self._where = f"{self._url}/generate"
+        self.url = url.rstrip("/")
+        self._where = f"{self.url}/generate"
         self._cache_namespace = cache_namespace
         # A queue of free places: a semaphore takes longer the more requests wait for it.
         self._places: asyncio.Queue[None] = asyncio.Queue()
         for _ in range(concurrency):
             self._places.put_nowait(None)
         self._timeout = timeout
-        self._key = key
+        self.key = key
         self._vocab_size = vocab_size
         self._retries = Retries(retry_delays)
         self._prefix = f"{uuid.uuid4().hex}-"
@@ -101,13 +105,20 @@ class EngineClient:
         self._may_send = asyncio.Event()
         self._may_send.set()
 
+    @classmethod
+    def of(cls, config: RolloutConfig, url: str, **more: Any) -> EngineClient:
+        """The client of a run's settings, with ``more`` of the arguments above."""
+        sampling, vocabulary = config.sampling, ModelLimits.of(config.data.hf_checkpoint).vocab_size
+        concurrency, timeout = sampling.rollout_concurrency, sampling.rollout_request_timeout
+        return cls(url, concurrency=concurrency, timeout=timeout, vocab_size=vocabulary, **more)
+
     @property
     def retries(self) -> int:
         """How many attempts were repeated, of all requests."""
         return self._retries.count
 
     async def __aenter__(self) -> EngineClient:
-        self._control = EngineControl(make_session(key=self._key), self._url)
+        self._control = EngineControl(make_session(key=self.key), self.url)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -250,7 +261,7 @@ class EngineClient:
                     if not (requests := await _pending(requests, future_of, pause)):
                         return ()
         except TimeoutError:
-            logger.warning("%s: %d aborted requests gave no answer in %g s", self._url, len(requests), ABORT_SECONDS)
+            logger.warning("%s: %d aborted requests gave no answer in %g s", self.url, len(requests), ABORT_SECONDS)
         return requests
 
     def _enter(self, rid: str | None, asks_experts: bool) -> _Request:
@@ -434,7 +445,7 @@ class EngineControl:
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self.session = session
-        self._url = url
+        self.url = url
         self._known: tuple[str, ...] = ()
         self._known_until = 0.0
         self._later: list[str] = []
@@ -449,7 +460,7 @@ class EngineControl:
                     self._known_until = 0.0  # one may have been restarted elsewhere
                     await self._abort_at(sorted(set(await self.engine_urls()) - set(urls)), rids)
         except TimeoutError:
-            logger.warning("the engines of %s took no abort within %g s", self._url, CONTROL_SECONDS)
+            logger.warning("the engines of %s took no abort within %g s", self.url, CONTROL_SECONDS)
 
     def abort_later(self, rid: str) -> None:
         """As :meth:`abort`, in the background; :meth:`close` waits for it."""
@@ -478,15 +489,15 @@ class EngineControl:
                     self._known = await self._ask()
                 self._known_until = now + _KNOWN_SECONDS
             except (HttpError, TimeoutError, ValueError, KeyError, TypeError) as error:
-                logger.warning("%s/workers does not list the engines: %s", self._url, excerpt(repr(error)))
+                logger.warning("%s/workers does not list the engines: %s", self.url, excerpt(repr(error)))
         return self._known
 
     async def _ask(self) -> tuple[str, ...]:
         try:
-            content = await exchange(self.session, "GET", f"{self._url}/workers", strict=True)
+            content = await exchange(self.session, "GET", f"{self.url}/workers", strict=True)
         except HttpError as error:
             if error.status in (404, 405):  # an engine
-                return (self._url,)
+                return (self.url,)
             raise
         return tuple(str(worker["url"]).rstrip("/") for worker in orjson.loads(content)["workers"])
 
