@@ -366,7 +366,8 @@ def _cut_row(samples: Sequence[TrainSample], context: ContextParallel, multiple_
     lengths = [-(-len(tokens) // unit) * unit for tokens in inputs]
     row.length = sum(lengths) // context.size
     known = [_experts(sample, 0, len(sample.tokens) - 1, width) for sample in samples] or [None]
-    for sample, tokens, chosen, length in zip(samples or [None], inputs, known, lengths, strict=True):
+    given: Sequence[TrainSample | None] = samples or [None]  # a filler is a token of no sample
+    for sample, tokens, chosen, length in zip(given, inputs, known, lengths, strict=True):
         gathered = np.empty(length, np.int64)  # where each position lies among the tokens of all ranks
         for rank in range(context.size):
             own = _zigzag(length, context, rank)
