@@ -12,7 +12,8 @@ from slime_core.errors import SlimeError
 from slime_core.former_names import renamed
 from slime_core.memory import Held
 from slime_core.types import Account, Progress, RolloutBatch
-from slime_rollout.serving_engines import GenerationSpec, ServingEngines, started
+from slime_rollout import serving_engines
+from slime_rollout.serving_engines import GenerationSpec, ServingEngines
 
 if TYPE_CHECKING:  # slow to import, and whoever only makes settings does not need it
     from slime_rollout.engine.config import EngineConfig
@@ -129,7 +130,9 @@ class GenerationService:
 
     @property
     def _generator(self) -> RolloutManager:
-        return started(self.engines.generator)
+        if self.engines.generator is None:
+            raise SlimeError(serving_engines.NOT_STARTED)
+        return self.engines.generator
 
     def _count_samples(self, done: int, total: int) -> None:
         self.engines.said = Progress(done, total)
