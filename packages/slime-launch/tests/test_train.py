@@ -21,7 +21,7 @@ def imported(monkeypatch):
         configs.append(config)
         yield dataclasses.replace(config, template="its address")
 
-    monkeypatch.setattr("slime_rollout.engine.template.imported_sglang", import_ahead)
+    monkeypatch.setattr("slime_rollout.engine.imported_sglang", import_ahead)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     return configs
 

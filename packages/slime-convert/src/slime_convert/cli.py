@@ -170,6 +170,7 @@ class _HelpShape(argparse.Action):
     """List Megatron's shape flags, and end."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        """Print them, and end."""
         width = max(len(flag.name) for flag in SHAPE_FLAGS)
         print("The shape is read from config.json; a flag that is given must agree with it.\n")
         print("\n".join(f"  {flag.name:<{width}}  {flag.help}" for flag in SHAPE_FLAGS))
@@ -180,6 +181,7 @@ class _OneLineParser(argparse.ArgumentParser):
     """Says a mistake in one line."""
 
     def error(self, message: str) -> NoReturn:
+        """One line on stderr, exit code 2."""
         if wrong := re.match(r"argument COMMAND: invalid choice: '(.*?)'", message):
             nearest = difflib.get_close_matches(wrong[1], [command.name for command in COMMANDS], n=1)
             message = f"unknown command {wrong[1]!r}" + (f"; did you mean {nearest[0]}?" if nearest else "")

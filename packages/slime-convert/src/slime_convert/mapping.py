@@ -330,7 +330,8 @@ def _check_shape(name: str, tensor: Any, expected: tuple[int, ...]) -> None:
 
 
 def hf_copies(shape: ModelShape) -> dict[str, str]:
-    """Hugging Face weights that may copy another, by name: prediction modules' embedding and output layer."""
+    """Hugging Face weights that may be there as copies of another, by name: prediction modules of some families have
+    the embedding's and the output layer's."""
     originals = ("model.embed_tokens.weight", "lm_head.weight")[: 1 + shape.untie_embeddings_and_output_weights]
     return {
         copy.replace("{i}", str(shape.num_layers + module)): original

@@ -143,6 +143,7 @@ class _Bins:
         self.used = [sum([sizes[item] for item in items]) for items in placed]
 
     def level(self) -> list[list[int]]:
+        """The bins after the swaps."""
         enough = lower_bound(self.weights, len(self.placed)) * _CLOSE
         for _ in range(_MOST_SWAPS * len(self.placed)):
             by_load = sorted(range(len(self.loads)), key=self.loads.__getitem__)

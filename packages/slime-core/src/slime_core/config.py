@@ -442,7 +442,8 @@ class AlgorithmConfig(OffPolicyConfig, needs=POLICY):
     def zero_advantages_add_nothing(self) -> bool:
         """Whether samples whose advantages are 0 change neither the loss nor its gradient.
 
-        They do where KL loss, entropy bonus or a step's mean of importance weights counts them, and in another loss.
+        They do where the KL loss or the entropy bonus counts them, or a mean of importance weights over the step; and
+        under another loss than the policy's.
         """
         others = self.use_kl_loss or self.entropy_coef != 0 or self.needs_step_sums
         return self.loss.is_policy_gradient and not others

@@ -144,7 +144,8 @@ def flag(
         most: Largest number allowed; or ``below``, which every number must be below.
         below: See ``most``.
         advice: What to give instead of a number out of range or another value than the choices, or why.
-        may_change: Whether a run may be continued with another value; unset, as the class has it, like ``needs``.
+        may_change: Whether a run may be continued with another value: what the run is does not depend on it. As the
+            class has it unless given; likewise ``needs``.
         bare: Value when the flag is given without one.
         needs: What the flag has no effect without, of `slime_core.needs`; ``()`` for nothing.
         harmless: Whether what it asks for is so anyway where it has no effect, so that this is said, not refused.

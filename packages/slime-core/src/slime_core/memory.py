@@ -37,7 +37,8 @@ class MemoryState:
         EVERYTHING ── sleep(keep_weights=True) ─▶ WEIGHTS ── sleep() ─▶ NOTHING
         EVERYTHING ◀────────── wake() ─────────── WEIGHTS ◀── wake(weights_only=True) ── NOTHING
 
-    ``sleep()`` also goes from EVERYTHING to NOTHING, and ``wake()`` back. After a move that raised, no call may come.
+    ``sleep()`` also goes from EVERYTHING to NOTHING, and ``wake()`` back. A move that raises leaves a half that may not
+    be used any more: nobody knows what it holds.
     """
 
     def __init__(self, half: str) -> None:

@@ -64,7 +64,9 @@ def normalize_group_rewards(
     if not 0 <= eps < math.inf:
         raise ConfigError(f"eps {eps} must be a finite number, 0 or more; 1e-6 is usual")
     groups = _group(rewards, group_indices, trajectory_ids, sample_indices)
-    scale_G = np.where(divide_by_std & (groups.std_G > 0), groups.std_G + eps / 2, 0.5)
+    scale_G = np.full_like(groups.std_G, 0.5)
+    if divide_by_std:
+        scale_G = np.where(groups.std_G > 0, groups.std_G + eps / 2, scale_G)
     return _like(rewards, groups.shifted(subtract_mean) / groups.spread(scale_G))
 
 

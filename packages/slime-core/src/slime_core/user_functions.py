@@ -31,11 +31,13 @@ def load_function(
     Args:
         path: ``pkg.mod.fn``, ``pkg.mod:fn`` or ``file.py:fn``.
         flag: The flag that gave it, for messages.
-        arguments: Names of the call's positional arguments, such as ``("args", "sample")``; ``None`` checks nothing.
+        arguments: Names of the positional arguments that it will be called with, such as ``("args", "sample")``.
+            ``None`` checks nothing.
         usual_names: What ``file.py`` alone means: the first of these names that the file has.
 
     Raises:
-        ConfigError: The path has another form, the module does not load, or it has no such function of these arguments.
+        ConfigError: The path has another form, the module does not load, holds no such function, or the function does
+            not take those arguments.
     """
     module_path, _, name = path.rpartition(":") if ":" in path else path.rpartition(".")
     if path.endswith(".py") and ":" not in path and usual_names:
@@ -75,7 +77,10 @@ def _find_in_working_folder(module_path: str) -> None:
 class _FilesByName(MetaPathFinder):
     """Finds the user's files by the names that `_load_file` gives them."""
 
-    def find_spec(self, fullname: str, *_more: Any) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The file's; ``None`` for modules of other names."""
         parent, _, name = fullname.rpartition(".")
         if parent != __name__:
             return None

@@ -250,8 +250,9 @@ def _command(
     known = own_flags()
     typed = {word.split("=")[0] for word in argv if word.startswith((PREFIX, ROUTER_PREFIX))} - known.keys()
     names = sorted(typed, key=lambda name: (name.startswith(ROUTER_PREFIX), name))  # SGLang's first
-    left = [name for name in names if set_by_slime(name) is None]
-    refused = [f"{name} cannot be given: {set_by_slime(name)}" for name in names if name not in left]
+    reasons = {name: set_by_slime(name) for name in names}
+    left = [name for name, reason in reasons.items() if reason is None]
+    refused = [f"{name} cannot be given: {reason}" for name, reason in reasons.items() if reason is not None]
     specs: list[FlagSpec] = []
     if any(name.startswith(PREFIX) for name in left):
         try:

@@ -91,6 +91,10 @@ class RolloutManager:
         turns: TurnLog | None = None,
         **former: Any,
     ) -> None:
+        if unknown := former.keys() - {"retry_delays", "cache_namespace", "key"}:
+            raise TypeError(f"RolloutManager has no argument {', '.join(sorted(unknown))}")
+        if (client is None) == (not router_url) or (former and client is not None):
+            raise TypeError("RolloutManager takes a router_url or a client of it, which has all that requests need")
         if former:
             text = f"RolloutManager takes {', '.join(former)} in client=EngineClient.of(…); here until the next release"
             warnings.warn(text, DeprecationWarning, stacklevel=2)

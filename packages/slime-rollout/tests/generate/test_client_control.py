@@ -69,7 +69,7 @@ def test_a_router_that_is_gone_is_remembered_for_its_engines(engine, other_engin
 
     async def script(control):
         await control.engine_urls()
-        control._url = "http://127.0.0.1:9"
+        control.url = "http://127.0.0.1:9"
         await control.abort(["a"])
 
     with caplog.at_level(logging.WARNING):

@@ -48,7 +48,8 @@ def deviation(left: Tensor, right: Tensor) -> Deviation:
 
 
 class _Slice(NamedTuple):
-    """Of a slice: elements that differ, largest difference, sums of squares; whether one side is the other, rounded."""
+    """Of a slice: elements that differ, the largest difference, the sums of squares of differences and of the left
+    side, and whether one side is the other, rounded."""
 
     number: int
     largest: float

@@ -52,7 +52,8 @@ class WeightRule:
         stored_as: Its names in a ``torch_dist`` checkpoint, with the layer's number, if others than ``te_name``'s
             or ``megatron``'s. Where models of local and of Transformer Engine's layers ask for different ones, both.
         when: A field of the shape that a model with this weight has; with ``!`` in front, that it does not have.
-        layers: The layers that have it: with ``experts`` or ``dense``, ``linear`` or ``full`` attention; all if empty.
+        layers: The kind of layers that have it: ``experts`` or ``dense``, ``linear`` or ``full`` attention; of any
+            kind if empty.
         like: Megatron's name of the weight whose type this has in Hugging Face, where Megatron stores another.
     """
 
@@ -93,7 +94,8 @@ class Family:
         model_type: Hugging Face's name of it.
         layer: The weights of a layer, of every kind of layers. Embedding, last norm and output layer are everywhere.
         fields: Fields of the shape that ``config.json`` gives beyond those that every family has, or others than those.
-        allowed: Values of settings that the table carries; ``None`` is for one that is left out. Others are refused.
+        allowed: Values of settings that change the model in ways that the table carries; ``None`` is for one that is
+            left out. Others are refused.
         ignored: Settings of every family that this one does not read.
         defaults: What counts where ``config.json`` leaves a key out.
         mtp: The weights of a prediction module in addition to those of the layer inside it.

@@ -1,6 +1,7 @@
 """Files of a checkpoint: only regular ones, and only inside its own directory.
 
-A checkpoint may come from anywhere. A link or an index in it could lead to another's file, an endless pipe or a device.
+A checkpoint may come from anywhere. A link or an index in it could lead to somebody else's file, to a pipe that never
+ends, or to a device.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def file_inside(directory: Path, name: str | Path, error: type[ConvertError], ad
     """The real path of a file in the directory of a checkpoint, links resolved.
 
     Raises:
-        ConvertError: As ``error``: the file is missing, not a regular one, or elsewhere; ``advice`` says what to do.
+        ConvertError: As ``error``: the file is missing, not a regular one, or outside the directory; ``advice`` says
+            what to do then.
     """
     path = directory / name
     try:

@@ -39,7 +39,8 @@ def new_directory(target: str | Path, conversion: Conversion, *, force: bool) ->
     """A directory to fill, which becomes ``target`` when the block ends without an error.
 
     What an earlier run of the same conversion wrote is kept. After an interrupt or a full disk the directory stays for
-    the next run; after another error, such as a damaged input, everything is as before: what an earlier run left stays.
+    the next run; after any other error, such as a damaged input, everything is as it was before, and what an earlier
+    run left stays too.
 
     Args:
         target: The directory to create; it may exist if it is empty. A link is followed.

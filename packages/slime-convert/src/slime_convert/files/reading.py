@@ -111,7 +111,8 @@ class TensorReader:
             ) from error
 
     def _uncache(self, nbytes: int) -> None:
-        """Now and then have the system forget what was read: new memory takes longer, and is taken from others."""
+        """Now and then have the system forget what was read, so that its memory is used again: new memory takes longer,
+        and is taken from what other programs have read."""
         self._cached += nbytes
         if self._cached >= _CACHED_BYTES and not self._shared:
             for descriptor in self._files.values():

@@ -1,6 +1,7 @@
 """From rewards to one advantage per response token: the built-in estimators, custom ones, distillation and whitening.
 
-T tokens of N whole responses, one after the other; W ranks. An estimator is a value for :func:`policy_advantages`.
+T tokens of N responses, whole and one after the other; W ranks. Estimators need no registry: an estimator is a
+value that is passed to :func:`policy_advantages`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class AdvantageInputs:
 
     Attributes:
         rewards_N: One reward per response, after :func:`slime_core.rewards.estimator_rewards` [N].
-        mask_T: 1 where a token is trained on, else 0 [T]. In other tensors, what is masked may be anything, NaN too.
+        mask_T: 1 where a token is trained on, else 0 [T]. In the other tensors, what is masked may be anything, NaN
+            too.
         lengths_N: Tokens of each response, integers that add up to T [N]; 0 is allowed.
         kl_T: Estimates of KL(policy ‖ reference), nats [T]. ``None`` without a reference.
         kl_coef: Coefficient of the KL penalty in the reward.
@@ -288,7 +290,8 @@ def whiten(values_T: Tensor, mask_T: Tensor, *, group: dist.ProcessGroup | None 
     (tensor and pipeline parallelism) belong to different groups. All tokens of a rollout go in at once.
 
     Args:
-        values_T: Numbers to whiten, such as advantages [T]; T may be 0 and differ by rank. What is masked may be NaN.
+        values_T: Numbers to whiten, such as advantages [T]; T may be 0 and differ between ranks. What is masked may be
+            anything, NaN too.
         mask_T: 1 where a token counts, else 0 [T].
         group: Ranks that share the statistics. ``None`` means this process alone.
         eps: Added to the variance, above 0: equal numbers have none.
@@ -298,7 +301,8 @@ def whiten(values_T: Tensor, mask_T: Tensor, *, group: dist.ProcessGroup | None 
 
     Raises:
         ConfigError: ``eps`` is not a finite number above 0.
-        DataError: The shapes differ; or, on every rank so that none waits, a number that counts is not finite on one.
+        DataError: The shapes differ; or a number that counts is not finite on some rank, and then on every rank, so
+            that none waits for another.
     """
     if not 0 < eps < math.inf:
         raise ConfigError(f"eps {eps} must be a finite number above 0; 1e-8 is usual")

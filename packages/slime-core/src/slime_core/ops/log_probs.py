@@ -1,7 +1,8 @@
 """Log-probs and entropies from logits: whole, or split by vocabulary over a tensor-parallel group.
 
 Softmax is computed on a block of rows at a time. The statistics of parts of a row combine into those of the row, as in
-the online softmax (Milakov and Gimelshein 2018, equation 4), whether chunks of the vocabulary or parts on other ranks.
+the online softmax (Milakov and Gimelshein 2018, equation 4), whether the parts are chunks of the vocabulary or lie on
+different ranks.
 
 Shapes: T tokens (rows of logits), V vocabulary columns of this rank, C rows of a block, K sums per row.
 """
@@ -23,7 +24,8 @@ from slime_core.ops.tokens import may_look
 IGNORED = -100
 """A target that is not looked at, as in ``torch.nn.functional.cross_entropy``: its log-prob is 0, without gradient."""
 
-# A chunk is so small that two buffers of it in fp32 add an eighth to bf16 logits at most, but worth a kernel.
+# A chunk is a part of the logits so small that two buffers of it in fp32 add an eighth to bf16 logits at most, unless
+# chunks would be too small to be worth a kernel.
 _CHUNKS, _MIN_ELEMENTS = 32, 1 << 16
 # Stands in for the log-probability −inf where it meets a factor exp(−inf) = 0: their product must be 0, not NaN.
 _FLOOR = -1e4
@@ -46,7 +48,8 @@ def log_probs_and_entropy(
 
     Computed in fp32 (fp64 for fp64 logits), a chunk of rows at a time. The backward pass recomputes the softmax: what
     is kept for it is the logits as they came and one or two numbers per row. Entropies cost nothing in the backward
-    pass unless a gradient reaches them. A group is used twice per call, whatever the chunks, not in the backward pass.
+    pass unless a gradient reaches them. A group is used twice per call, however many chunks there are, and not at all
+    in the backward pass.
 
     Args:
         logits_TV: Logits [T, V]. In a group, rank r holds the columns [r·V, (r+1)·V).

@@ -356,7 +356,10 @@ def _config(
     return _checked_config(**settings)
 
 
-_checked_config = functools.lru_cache(maxsize=64)(AlgorithmConfig)  # it is checked once, not in every step
+@functools.lru_cache(maxsize=64)
+def _checked_config(**settings: Any) -> AlgorithmConfig:
+    """A config is checked once, not in every step."""
+    return AlgorithmConfig(**settings)
 
 
 def _numbered(group_ids: Ids) -> Tensor:

@@ -1,7 +1,8 @@
 """The loss of an optimizer step: token weights, and the losses summed under them. T tokens of N responses.
 
 Weights carry the denominators of the whole step, so a step's loss is a plain sum over its tokens, micro-batches and
-ranks, and splitting it differently changes nothing. Where a weight is 0, other tensors may hold anything, NaN too.
+ranks, and splitting the step differently changes nothing. Where a weight is 0, other tensors may hold anything,
+NaN too.
 """
 
 from __future__ import annotations
@@ -64,10 +65,12 @@ def policy_objective(
         old_log_probs_T: Log-probs that the ratio compares with [T], and under the policy that the update starts from.
         advantages_T: Advantages [T], or one per response [N] if ``lengths`` are given.
         weights_T: From :func:`loss_weights` [T].
-        lengths: Tokens of each response, N numbers that add up to T, or one for all. Needed by gspo, MIS and OPSM.
+        lengths: Tokens of each response, N numbers that add up to T, or one that all have. Needed by gspo, MIS and
+            OPSM, which look at whole responses.
         ref_log_probs_T: Log-probs under the reference [T]; needed with ``use_kl_loss``.
         rollout_log_probs_T: The engine's log-probs [T]; needed with ``use_tis`` and ``use_mis``, and with
-            ``use_rollout_logprobs``, which takes them in place of ``old_log_probs_T``; OPSM does where they are given.
+            ``use_rollout_logprobs``, which takes them in place of ``old_log_probs_T``. OPSM compares with these where
+            they are given, else with ``old_log_probs_T``.
         entropy_T: Entropies (nats) [T]; needed with an ``entropy_coef``, else only a metric.
         mis_sums: :func:`slime_core.ops.mis_weight_sums` over the step [2]; needed with ``mis_batch_normalize``.
         pg_weights_T: From :func:`reducer_weights` [T], in place of ``weights_T`` for the policy loss alone.
@@ -76,7 +79,8 @@ def policy_objective(
 
     Returns:
         The scalar loss, and detached scalars by name: ``loss``, ``pg_loss``, ``pg_clipfrac``, ``ppo_kl``,
-        ``entropy_loss`` and ``kl_loss`` where given, and those of corrections. All add up over micro-batches and ranks.
+        ``entropy_loss`` and ``kl_loss`` where given, and those of the corrections. All of them add up over
+        micro-batches and ranks.
 
     Raises:
         ConfigError: The configuration needs an input that is missing.

@@ -299,7 +299,8 @@ def mis_weights(
     """Masked importance sampling, MIS, in its variants.
 
     Liu, Li et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch";
-    rejection apart from the weights, veto and normalisation are its authors' later work (verl, "rollout correction").
+    rejection apart from the weights, the veto and the normalisation are as its authors later put them into public
+    trainers (verl, "rollout correction").
 
     The ratio is that of the ``token``, exp(d_t); of the whole ``sequence``, exp(Σ m d); or its ``geometric`` mean over
     the trained tokens, exp(Σ m d / Σ m). Then, in this order:
@@ -314,7 +315,8 @@ def mis_weights(
     Args, besides those of :func:`tis_weights`:
         config: Levels, mode and bounds.
         lengths: N token counts, one per sequence.
-        weight_sums: With ``mis_batch_normalize``: :func:`mis_weight_sums`, added up over the whole step [2].
+        weight_sums: With ``mis_batch_normalize``: :func:`mis_weight_sums` added up over all micro-batches and ranks of
+            the step [2].
         context_group: Ranks that hold the other tokens of the same N sequences.
 
     Returns:
@@ -363,10 +365,12 @@ def mis_weight_sums(
 ) -> Tensor:
     """The sums that :func:`mis_weights` needs for ``mis_batch_normalize``, from the same arguments.
 
-    Add them up over the step's micro-batches and ranks: means of micro-batches would depend on how it is split.
+    Add the result up over the micro-batches and ranks of the step: a mean over each micro-batch alone would make the
+    loss depend on how the step is split.
 
     Returns:
-        Σ weights_T · w and Σ weights_T over the trained tokens [2], w being the mode's weights, before any rejection.
+        Σ weights_T · w and Σ weights_T over the trained tokens [2], w being the weights that the mode gives, before any
+        rejection.
     """
     log_ratio_T = log_ratio(train_log_probs_T, rollout_log_probs_T, mask_T)
     lengths_N = sequence_lengths(lengths, log_ratio_T)

@@ -27,11 +27,13 @@ def dpo_pair_loss(
     The implicit reward is β Σ (log π − log π_ref) over the response's unmasked tokens (Rafailov et al. 2023; the loss
     is equation 7). ε is the probability that a label is the wrong way round (conservative DPO; Mitchell 2023).
     Reference-free, the rewards are β Σ log π, as if every response were as likely as any other under the reference. The
-    log-ratios are summed, not the log-probs: fp32 has too few digits for the difference of long responses' sums.
+    log-ratios are summed, not the log-probs: long responses' sums of log-probs have too few digits in fp32 for their
+    difference.
 
     Args:
         log_probs_T: Log-probs (nats) under the policy [T], of chosen, rejected, chosen, rejected, …
-        ref_log_probs_T: Log-probs under the reference [T], as constants; ``None`` if and only if ``reference_free``.
+        ref_log_probs_T: Log-probs under the reference [T], taken as constants; ``None`` if and only if
+            ``reference_free``.
         mask_T: 0 where a token does not count [T], such as a prompt's; there the log-probs may be anything, NaN too.
         lengths: Tokens of each response, 2P numbers that add up to T; 0 is allowed.
         beta: β, above 0: how much a departure from the reference costs.
@@ -39,7 +41,8 @@ def dpo_pair_loss(
         reference_free: Leave the reference out.
 
     Returns:
-        The loss [P] with gradient to ``log_probs_T``; implicit rewards of chosen and rejected responses [P], detached.
+        The loss [P] with gradient to ``log_probs_T``, and the implicit rewards of the chosen and of the rejected
+        responses [P], detached.
 
     Raises:
         ConfigError: β or ε is outside its range, or ``reference_free`` contradicts ``ref_log_probs_T``.
@@ -74,7 +77,8 @@ def dpo_of_log_ratios(
 def reward_model_loss(chosen_P: Tensor, rejected_P: Tensor, *, margins_P: Tensor | None = None) -> Tensor:
     """The Bradley–Terry likelihood of the preferences: ``−log σ(r_chosen − r_rejected − m)``.
 
-    Ouyang et al. 2022, equation 1; margin m, larger where raters were surer: Touvron et al. 2023 (Llama 2), equation 2.
+    Ouyang et al. 2022, equation 1; the margin m, larger where raters were surer, as in Touvron et al. 2023 (Llama 2),
+    equation 2.
 
     Args:
         chosen_P: The reward model's scores of the preferred responses [P].
@@ -100,7 +104,8 @@ def preference_objective(
 
     Returns:
         The scalar loss, and detached scalars by name: ``loss``, ``accuracy`` (the share of pairs whose chosen response
-        has the strictly larger reward), ``chosen_reward``, ``rejected_reward`` and ``reward_margin``. All add up.
+        has the strictly larger reward), ``chosen_reward``, ``rejected_reward`` and ``reward_margin``. All of them add
+        up over micro-batches and ranks.
 
     Raises:
         DataError: The shapes differ, or ``global_pairs`` is below 1.

@@ -1,7 +1,8 @@
 """Losses and KL estimates per token, before aggregation: what the losses of a step are built from. T tokens.
 
 In all of them log-probs are in nats, those of other policies and the advantages are constants, and where ``mask_T`` is
-0 the result is 0 without gradient whatever inputs hold, NaN too. Above exp(20) ratios follow a tangent: no overflow.
+0 the result is 0 without gradient whatever the inputs hold, NaN too. Ratios follow their tangent above exp(20), so that
+neither a value nor a gradient overflows.
 """
 
 from __future__ import annotations

@@ -122,7 +122,8 @@ class EvalReport:
     Attributes:
         rollout_id: Rollouts trained on before this evaluation.
         scores: Mean reward of each held-out set.
-        metrics: Every number of the sets, scores too, such as ``eval/<set>-pass@4`` (:mod:`slime_core.metrics`).
+        metrics: Every number of the sets, scores too, by the name it is tracked under, such as ``eval/<set>-pass@4``.
+            See :mod:`slime_core.metrics`.
         samples: The samples of each set.
         seconds: Wall time of the whole evaluation.
     """

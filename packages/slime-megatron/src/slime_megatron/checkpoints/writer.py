@@ -69,8 +69,7 @@ def save_checkpoint(
     if (lora := lora_of(model)) is not None:
         adapters = partial(write_adapter, temporary / DIRECTORY, gather_adapters(model, shape), lora)
     sharded, common = save_preprocess(checkpoint_state(config, shape, model, optimizer, scheduler, iteration))
-    own = [value.data for value in nested_values(sharded) if _is_own(value)]
-    if background is None or not background.has_space(own, final.parent):
+    if background is None or not background.has_space(_own_tensors(sharded), final.parent):
         _write(prepared(sharded), common, final, adapters)
     else:
         dict_list_map_inplace(_apart, sharded)
@@ -111,6 +110,10 @@ def _naming(final: Path, temporary: Path) -> contextlib.AbstractContextManager[N
 def _is_own(value: Any) -> bool:
     """Whether it is a tensor that this rank will write."""
     return isinstance(value, ShardedTensor) and value.data is not None and is_main_replica(value.replica_id)
+
+
+def _own_tensors(sharded: dict[str, Any]) -> list[torch.Tensor]:
+    return [value.data for value in nested_values(sharded) if _is_own(value)]
 
 
 def _apart(value: Any) -> Any:

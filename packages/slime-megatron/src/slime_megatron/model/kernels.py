@@ -19,7 +19,7 @@ from slime_megatron.settings.config import MegatronConfig
 
 @dataclass(frozen=True)
 class FoundKernels:
-    """The kernels that a process could use: those of a GPU, Transformer Engine's, PyTorch's flash attention."""
+    """The kernels that a process could use: a GPU's, Transformer Engine's, PyTorch's flash attention where it runs."""
 
     cuda: bool = False
     transformer_engine: bool = False

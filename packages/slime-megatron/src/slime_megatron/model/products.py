@@ -86,7 +86,7 @@ def cut(query_starts: Integers, queries: Integers, keys: Integers, key_rows: Int
     """Cut runs of queries and keys into pieces: a causal run then computes little above its diagonal.
 
     The runs are described as :class:`Pieces` are; the rows of their keys follow one another in ``key_rows``. In a
-    ``causal`` run query q sees the first q + 1 keys, as many as there are.
+    ``causal`` run query q sees the first q + 1 keys, as many as there are; else all see all.
     """
     chunks = np.clip(LARGEST // np.maximum(keys, 1), 32, CHUNK)
     counts = -(-queries // chunks)

@@ -183,13 +183,13 @@ def _stand_in_for_the_runtime() -> None:
 def _stand_in_for_random_state() -> None:
     """A separate generator for the "device": the CPU's random state stays what the program made it."""
     generator = torch.Generator()
-    state: dict[str, Any] = {
+    of_state: dict[str, Any] = {
         "get_rng_state": lambda device=None: generator.get_state(),
         "set_rng_state": lambda state, device=None: generator.set_state(state),
     }
-    _set(torch.cuda, **state, manual_seed=lambda seed: generator.manual_seed(seed))
+    _set(torch.cuda, **of_state, manual_seed=lambda seed: generator.manual_seed(seed))
     _set(torch.cuda, default_generators=collections.defaultdict(lambda: generator))
-    _set(torch.cuda.random, **state)
+    _set(torch.cuda.random, **of_state)
 
 
 def _redirect_factories() -> None:

@@ -22,9 +22,10 @@ _TRAINED = {
     *("rope_type", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
     *("mscale", "mscale_all_dim", "yarn_rounds_range"),
 }
+_LAST = "num_layers_in_last_pipeline_stage"
 _UNEVEN = {
     "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
-    "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
+    _LAST: "--decoder-last-pipeline-num-layers",
 }
 _PARTS = {"moe": "experts", "moe_act": "experts", "shared_experts": "shared experts", "mla_up_proj": "latent attention"}
 
@@ -79,22 +80,24 @@ def misfits(config: MegatronConfig, shape: ModelShape) -> Iterator[str]:
                 f"--expert-tensor-parallel-size {config.expert_tensor_size} differs from --tensor-model-parallel-size "
                 f"{config.tensor_model_parallel_size}, which needs --expert-model-parallel-size 2 or more"
             )
-    has = {
-        "experts": shape.num_experts is not None,
-        "shared experts": bool(shape.moe_shared_expert_intermediate_size),
-        "latent attention": shape.multi_latent_attention,
+    there = {
+        "moe": shape.num_experts,
+        "moe_act": shape.num_experts,
+        "shared_experts": shape.moe_shared_expert_intermediate_size,
+        "mla_up_proj": shape.multi_latent_attention,
     }
     for module in config.recompute_modules or ():
-        if module in _PARTS and not has[_PARTS[module]]:
+        if not there.get(module, True):
             yield f"--recompute-modules {module}: the model has no {_PARTS[module]}; leave it out"
-    found = [part for part in ("experts", "latent attention") if has[part]]
-    if found and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+    if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         # Without it, Megatron-core 0.16.1 counts gradients of latent attention's norms once per rank, and refuses
         # to train experts.
-        yield (
-            f"--tensor-model-parallel-size {config.tensor_model_parallel_size} of a model with "
-            f"{' and '.join(found)} needs --sequence-parallel; add it"
-        )
+        kinds = {"experts": shape.num_experts is not None, "latent attention": shape.multi_latent_attention}
+        if found := [kind for kind, is_there in kinds.items() if is_there]:
+            yield (
+                f"--tensor-model-parallel-size {config.tensor_model_parallel_size} of a model with "
+                f"{' and '.join(found)} needs --sequence-parallel; add it"
+            )
 
 
 def stage_layers(config: MegatronConfig, num_layers: int) -> list[int]:
@@ -115,8 +118,8 @@ def layer_stages(config: MegatronConfig, num_layers: int) -> list[int]:
 
 def _given_ends(config: MegatronConfig) -> dict[int, int]:
     """Layers of the first and the last rank of the pipeline, where they are given, by rank."""
-    ends = zip((0, config.pipeline_model_parallel_size - 1), _UNEVEN, strict=True)
-    given = {rank: config.megatron_args.get(name) for rank, name in ends}
+    ends = {0: "num_layers_in_first_pipeline_stage", config.pipeline_model_parallel_size - 1: _LAST}
+    given = {rank: config.megatron_args.get(name) for rank, name in ends.items()}
     return {rank: layers for rank, layers in given.items() if isinstance(layers, int)}
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,14 +36,21 @@ from slime_megatron.step.plan import PlannedBatch, StepPlan
 
 Packed = Callable[[int], Iterator[PackedBatch]]
 """Gives the micro-batches on the device, each packed when it is asked for; called with the number of each chunk."""
-Reader = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-"""From what the last chunk gives to the targets' numbers and entropies: :class:`Head`, or :func:`read_values`."""
 
 # The loss and its terms are sums under the token weights. Every other metric is a mean over the tokens, or the pairs,
 # that were computed: samples that contribute nothing are not, and what they would have given is unknown.
 _SUMS = ("loss", "pg_loss", "entropy_loss", "kl_loss", "value_loss")
 _WEIGHT = "computed_weight"
 _DRIFT = ("mismatch_", "train_rollout_")
+
+
+class Reader(Protocol):
+    """From what the last chunk gives to the targets' numbers and entropies: :class:`Head`, or :func:`read_values`."""
+
+    def __call__(
+        self, chunk: Any, given: torch.Tensor, batch: PackedBatch, /, *, with_entropy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Numbers of the targets [N], and entropies [N] if wanted and there are any."""
 
 
 @dataclass(frozen=True, kw_only=True)

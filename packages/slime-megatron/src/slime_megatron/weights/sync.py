@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -189,9 +188,8 @@ def push_weights(
             continue
         if channel is None:
             raise RuntimeError(f"rank {root} is to send weights and has no channel")
-        stored = gathered if form is None else itertools.chain.from_iterable(itertools.starmap(form.tensors, gathered))
         try:
-            sent = _send(stored, channel, update, buffer_size)
+            sent = _send(gathered if form is None else _in_form(gathered, form), channel, update, buffer_size)
         except (SlimeError, ConvertError) as error:
             failure = error
             collections.deque(gathered, maxlen=0)  # goes through all that is left
@@ -220,6 +218,11 @@ def _send(
             total += sending.result()
         channel.end()
     return count, total
+
+
+def _in_form(tensors: Iterator[NamedTensor], form: StoredForm) -> Iterator[NamedTensor]:
+    for name, tensor in tensors:
+        yield from form.tensors(name, tensor)
 
 
 def _buckets(tensors: Iterator[NamedTensor], buffer_size: int) -> Iterator[list[NamedTensor]]:

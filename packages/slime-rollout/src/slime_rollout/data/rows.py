@@ -187,7 +187,8 @@ def row_values(raw: RawRow) -> dict[str, Any]:
         raise raw.value
     if isinstance(raw.value, dict):
         # A row is the same in every format: columns cannot tell an absent field from null, and give every object the
-        # fields of all, so what is null, or NaN as pandas writes it, is left out.
+        # fields of all, so what is null, or NaN as pandas writes it, is left out. Dates become ISO text; decimals and
+        # UUIDs text.
         return {key: _plain(f"{raw.where}: {key!r}", value) for key, value in raw.value.items() if not _is_null(value)}
     try:
         values = orjson.loads(raw.value)

@@ -35,7 +35,8 @@ class AccountedSource(abc.ABC):
     """
 
     def __init__(self) -> None:
-        self.ledger = Ledger()  # where every sample of this source went
+        self.ledger = Ledger()
+        """Where every sample of this source went."""
         self._unfinished: deque[Group] = deque()
         self._buffer: deque[Group] = deque()  # what was given back and waits
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from slime_core.flags import Config, flag
+from slime_core.former_names import renamed
 from slime_core.needs import GENERATES, TRAINERS, given
 
 AUTO = "auto"
@@ -288,9 +289,12 @@ class WeightSyncConfig(Config, needs=SYNC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Way:
-    """A transport on a route: the bytes of an update that leave the trainer, at most, and that all engines take in.
+    """A transport on a route.
 
-    Its ``problem`` is why it cannot be used here; ``None`` if it can.
+    Attributes:
+        sent: Bytes that leave the trainer in an update, at most.
+        received: Bytes that all engines take in.
+        problem: Why it cannot be used here; ``None`` if it can.
     """
 
     name: str
@@ -324,7 +328,7 @@ def ways_of(config: WeightSyncConfig, route: Route, *, modes: Collection[str] = 
 
 
 def chosen_of(ways: list[Way]) -> Way:
-    """The one of :func:`transports` that is chosen; it has a problem if the flags name one that is not possible."""
+    """The one of :func:`ways_of` that is chosen; it has a problem if the flags name one that is not possible."""
     return next(way for way in ways if way.chosen)
 
 
@@ -346,3 +350,8 @@ def refusal(config: WeightSyncConfig, route: Route) -> str | None:
     possible = [way.name for way in ways_of(config, route) if way.problem is None]
     way_out = way_out or f"leave it out, or give {' or '.join(possible)}"
     return f"--update-weight-transport {row.name} {problem}{far}; {way_out}"
+
+
+__getattr__ = renamed(
+    __name__, {"transports": "slime_rollout.engine.transports.ways_of", "load": "pkgutil.resolve_name"}
+)

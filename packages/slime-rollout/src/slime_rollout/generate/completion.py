@@ -87,6 +87,7 @@ class Completion:
             was not asked for.
         experts_TW: The experts chosen, a row for each token but the last of those that were asked for; ``None`` if they
             were not.
+        status: Completed, truncated or aborted.
         reason: The engine's own words for why it ended.
         cuts: Places in the tokens where another request went on.
     """

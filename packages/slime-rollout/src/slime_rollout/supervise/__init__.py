@@ -120,6 +120,7 @@ class Supervised(contextlib.AbstractContextManager["Supervised"]):
             grace: Seconds the command gets after SIGTERM to end by itself, and then what it left behind again.
             remove_files: Beginning of paths. Such files that the tree had open are removed when it has ended.
             folder: Removed with all that is in it when the tree has ended.
+            stdin: As in :class:`subprocess.Popen`.
             template: Address of a process that has imported what the command does, to fork in place of starting an
                 interpreter; see :func:`~slime_rollout.supervise.forked.template`. Needs ``log_path``.
 
