@@ -66,6 +66,7 @@ include_patterns = [
     "CONTRIBUTING.md",
     "docs/**.md",
     "docs/reference/python/**.rst",
+    "examples/README.md",
     "examples/*/README.md",
     "packages/*/README.md",
     "packages/*/docs/*.md",

@@ -33,7 +33,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-PATTERNS = ("*.md", "docs/**/*.md", "examples/*/*.md", "packages/*/README.md", "packages/*/docs/*.md")
+PATTERNS = ("*.md", "docs/**/*.md", "examples/**/*.md", "packages/*/README.md", "packages/*/docs/*.md")
 SECONDS = 300.0
 GONE_SECONDS = 20.0
 MARK = "SLIME_PAGE"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -185,3 +186,15 @@ def test_a_sparse_model_takes_no_room(tmp_path: Path) -> None:
     files = list((tmp_path / "hf").glob("*.safetensors"))
     assert size < sum(path.stat().st_size for path in files) < size + 10_000
     assert sum(512 * path.stat().st_blocks for path in files) < 100_000
+
+
+def test_the_page_has_the_committed_figures() -> None:
+    import benchmarks_page
+
+    assert benchmarks_page.PAGE.read_text(encoding="utf-8") == benchmarks_page.page(), (
+        "run `python scripts/benchmarks_page.py`"
+    )
+    notes = tomllib.loads((ROOT / "benchmarks" / "notes.toml").read_text(encoding="utf-8"))
+    baselines = {path.stem for path in (ROOT / "benchmarks" / "baselines").iterdir()}
+    assert {name for name, note in notes.items() if "title" not in note} <= baselines
+    assert baselines <= {path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py")}

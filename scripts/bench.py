@@ -30,6 +30,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import benchmarks_page
+
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 OUTPUTS = ROOT / "outputs" / "bench"
@@ -75,6 +77,7 @@ def main(argv: Sequence[str]) -> int:
     print(f"\n{name}\n{table(result['records'], before)}\n{path}", flush=True)
     if args.save_baseline:
         print(write(name, result, BENCHMARKS / "baselines"))
+        benchmarks_page.PAGE.write_text(benchmarks_page.page(), encoding="utf-8")
     return 0
 
 

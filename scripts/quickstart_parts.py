@@ -164,7 +164,7 @@ def train_flags(
         "--use-kl-loss": None,
         "--kl-loss-coef": 0.001,
         "--kl-loss-type": "low_var_kl",
-        # Compared with 3e-5 falling and 2e-5 on seeds 11 and 12 (README): no difference beyond chance.
+        # Compared with 3e-5 falling and 2e-5 on seeds 11 and 12 (docs/benchmarks.md): no difference beyond chance.
         "--lr": 5e-5,
         "--lr-decay-style": "linear",
         "--lr-decay-iters": 30,
