@@ -1,4 +1,4 @@
-"""The examples of the README and of ``docs/how-to/new-family.md`` work, and what they list is all that there is."""
+"""The examples of the README and of the pages on this package work, and what they list is all that there is."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from slime_convert.families import FAMILIES
 from slime_convert.formats.hf import HfWeights
 from slime_convert.quantize import Int4Format
 from slime_convert.quantize.numbers import quantize_int4
-from support import readme_matrix
+from support import families_page
 from support.family_models import (
     add_prediction_module,
     assert_same_weights,
@@ -37,9 +37,12 @@ from support.family_models import (
 )
 from support.gguf_files import SIZES, tensors_of, write_gguf
 
-README = readme_matrix.README
-PAGE = next((path for root in README.parents if (path := root / "docs/how-to/new-family.md").is_file()), None)
-QUANTIZABLE = [name for name in FAMILIES if readme_matrix.is_quantizable(name)]
+README = Path(__file__).parents[1] / "README.md"
+HOW_TO, REFERENCE, NEW_FAMILY = (
+    families_page.find_page(name) for name in ("how-to/convert.md", "reference/convert.md", "how-to/new-family.md")
+)
+in_workspace = pytest.mark.skipif(HOW_TO is None, reason="outside the workspace the pages are not there")
+QUANTIZABLE = [name for name in FAMILIES if families_page.is_quantizable(name)]
 PACKAGE = Path(slime_convert.__file__).parent
 
 
@@ -49,7 +52,7 @@ def blocks(page, language):
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """A directory with what the README's commands read: tiny models. Not to be changed."""
+    """A directory with what the pages' commands read: tiny models. Not to be changed."""
     root = tmp_path_factory.mktemp("inputs")
     origin = make_model("qwen3-untied", root / "Qwen3-4B", hidden_size=64, intermediate_size=96, head_dim=16)
     add_prediction_module(make_model("deepseek", root / "DeepSeek-V3"))
@@ -59,41 +62,70 @@ def inputs(tmp_path_factory):
     return root
 
 
-def test_commands_work(inputs, tmp_path, monkeypatch, capsys):
-    shutil.copytree(inputs, tmp_path, dirs_exist_ok=True)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
-    write_gguf(tmp_path / "model.gguf", model.config, tensors_of(model))
-    monkeypatch.chdir(tmp_path)
-    lines = [line for block in blocks(README, "bash") for line in block.splitlines()]
+def run_commands(page):
+    """Every line that is a command of ours; returns their names."""
     named = set()
-    for line in lines:
+    for line in (line for block in blocks(page, "bash") for line in block.splitlines()):
         if line.startswith("slime-convert "):
             words = shlex.split(line.replace("$MODEL", "Qwen3-4B"), comments=True)[1:]
             assert main(words) == 0, line
             named.add(words[0])
-    assert named == {command.name for command in COMMANDS} - {"list-models"}
+    return named
+
+
+def test_commands_of_the_readme_work(inputs, tmp_path, monkeypatch, capsys):
+    shutil.copytree(inputs, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    assert run_commands(README) == {"hf-to-torch-dist", "verify", "inspect", "torch-dist-to-hf"}
     assert "wrote 36 weights, " in capsys.readouterr().out
 
 
-def test_python_examples_work(inputs, tmp_path, monkeypatch):
-    shutil.copytree(inputs / "Qwen3-4B", tmp_path / "Qwen3-4B")
+@in_workspace
+def test_commands_of_the_how_to_work(inputs, tmp_path, monkeypatch):
+    shutil.copytree(inputs, tmp_path, dirs_exist_ok=True)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    write_gguf(tmp_path / "model.gguf", model.config, tensors_of(model))
     monkeypatch.chdir(tmp_path)
+    assert run_commands(HOW_TO) == {command.name for command in COMMANDS} - {"inspect", "list-models"}
+
+
+def run_python(page, inputs, directory, monkeypatch):
+    """The page's one block of Python; returns its names."""
+    shutil.copytree(inputs / "Qwen3-4B", directory / "Qwen3-4B")
+    monkeypatch.chdir(directory)
     namespace = {}
-    for block in blocks(README, "python"):
-        exec(compile(block, str(README), "exec"), namespace)
+    [block] = blocks(page, "python")
+    exec(compile(block, str(page), "exec"), namespace)
+    return namespace
+
+
+def test_the_python_example_of_the_readme_works(inputs, tmp_path, monkeypatch):
+    assert run_python(README, inputs, tmp_path, monkeypatch)["comparison"].equal
     assert (tmp_path / "out" / "back" / "model.safetensors").is_file()
+
+
+@in_workspace
+def test_the_python_example_of_the_how_to_works(inputs, tmp_path, monkeypatch):
+    namespace = run_python(HOW_TO, inputs, tmp_path, monkeypatch)
+    assert (tmp_path / "out" / "again" / "model.safetensors").is_file()
     assert [namespace[part][0].split(".")[-2] for part in ("query", "key", "value")] == ["q_proj", "k_proj", "v_proj"]
 
 
+@in_workspace
 def test_the_table_of_families_is_up_to_date():
-    text = README.read_text(encoding="utf-8")
-    assert text == readme_matrix.with_table(text), f"write it with `{readme_matrix.COMMAND}`"
+    text = families_page.PAGE.read_text(encoding="utf-8")
+    assert text == families_page.with_table(text), f"write it with `{families_page.COMMAND}`"
 
 
-def test_every_command_and_every_error_is_named():
+def test_every_command_is_named():
     text = README.read_text(encoding="utf-8")
+    assert not [command.name for command in COMMANDS if f"`{command.name}`" not in text]
+
+
+@in_workspace
+def test_every_error_is_named():
+    text = REFERENCE.read_text(encoding="utf-8")
     names = {name for name, value in vars(errors).items() if isinstance(value, type)}
-    names |= {command.name for command in COMMANDS}
     assert not [name for name in names if f"`{name}`" not in text]
 
 
@@ -126,7 +158,7 @@ def int4(origin, path):
 def test_the_families_of_which_fp8_and_int4_are_read(family, tmp_path):
     """Their checkpoints are those of the models that were expanded before."""
     with quiet():
-        build(tiny_config(readme_matrix.configs_of(family)[0]), tmp_path / "float32").save_bfloat16(tmp_path / "hf")
+        build(tiny_config(families_page.configs_of(family)[0]), tmp_path / "float32").save_bfloat16(tmp_path / "hf")
     hf_to_fp8(tmp_path / "hf", tmp_path / "fp8")
     int4(tmp_path / "hf", tmp_path / "int4")
     for kind, expand in (("fp8", fp8_to_bf16), ("int4", int4_to_bf16)):
@@ -137,12 +169,12 @@ def test_the_families_of_which_fp8_and_int4_are_read(family, tmp_path):
         assert ours == theirs and ours
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if readme_matrix.has_experts_in_one_tensor(name)])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if families_page.has_experts_in_one_tensor(name)])
 def test_the_families_of_which_mxfp4_is_read(family, tmp_path):
     """The way back has what transformers makes of the blocks."""
     sizes = {"hidden_size": 64, "intermediate_size": 96}
     with quiet():
-        build(tiny_config(readme_matrix.configs_of(family)[0]) | sizes, tmp_path / "float32").save_bfloat16(
+        build(tiny_config(families_page.configs_of(family)[0]) | sizes, tmp_path / "float32").save_bfloat16(
             tmp_path / "hf"
         )
     stored, expanded = weights_of(tmp_path / "hf"), {}
@@ -162,13 +194,14 @@ def test_the_families_of_which_mxfp4_is_read(family, tmp_path):
     assert verify(tmp_path / "hf", tmp_path / "td").equal
 
 
-@pytest.mark.skipif(PAGE is None, reason="outside the workspace the page is not there")
+@in_workspace
 @pytest.mark.parametrize("megatron", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_new_family_is_a_file(tmp_path, megatron):
     """As the page has it, in a copy of the package in which the two families of its examples are not there."""
     shutil.copytree(PACKAGE, tmp_path / "slime_convert", ignore=shutil.ignore_patterns("__pycache__"))
     families = tmp_path / "slime_convert" / "families"
-    for name, relatives, code in zip(("qwen3", "mistral"), ("qwen", "llama"), blocks(PAGE, "python"), strict=True):
+    codes = blocks(NEW_FAMILY, "python")
+    for name, relatives, code in zip(("qwen3", "mistral"), ("qwen", "llama"), codes, strict=True):
         (families / f"{name}.py").write_text(code)
         file = families / f"{relatives}.py"
         file.write_text(re.sub(rf"(FAMILIES = .*) {name.upper()},", r"\1", file.read_text()))
@@ -180,7 +213,7 @@ assert FAMILIES["qwen3"] is qwen3.QWEN3 and FAMILIES["mistral"] is mistral.MISTR
 for result in check_models(json.loads(sys.argv[1]), megatron=bool(sys.argv[2:])):
     print(json.dumps(result.to_json()))
 """
-    configs = [*readme_matrix.configs_of("qwen3"), *readme_matrix.configs_of("mistral")]
+    configs = [*families_page.configs_of("qwen3"), *families_page.configs_of("mistral")]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", program, json.dumps(configs), *["megatron"] * megatron],

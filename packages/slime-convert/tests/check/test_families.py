@@ -1,6 +1,6 @@
 """Every family: published configs, from which tiny models are made that must come there and back and run in Megatron.
 
-This is what the table of families in the README stands on.
+The table of ``docs/reference/model-families.md`` stands on it.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
-"""The table of families in the README, from the package's tables and from what its tests prove.
+"""The table of ``docs/reference/model-families.md``, from the package's tables and from what its tests prove.
 
-``python -m support.readme_matrix``, in ``tests``, writes it into the README; ``test_readme.py`` compares.
+``python -m support.families_page``, in ``tests``, writes it into the page; ``test_readme.py`` compares.
 """
 
 from pathlib import Path
@@ -14,8 +14,7 @@ from slime_convert.families import FAMILIES
 from slime_convert.formats.gguf import _FAMILIES as IN_GGUF
 from support.published_configs import CONFIGS
 
-README = Path(__file__).parents[2] / "README.md"
-COMMAND = "cd packages/slime-convert/tests && python -m support.readme_matrix"
+COMMAND = "cd packages/slime-convert/tests && python -m support.families_page"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 NOTES = "¹²³⁴⁵⁶⁷⁸⁹"
 COLUMNS = (
@@ -33,6 +32,14 @@ COLUMNS = (
     "Megatron",
     "export",
 )
+
+
+def find_page(name):
+    """A page of ``docs``, by its name there; ``None`` outside the workspace, where the pages are not."""
+    return next((path for root in Path(__file__).parents if (path := root / "docs" / name).is_file()), None)
+
+
+PAGE = find_page("reference/model-families.md")
 
 
 def configs_of(family):
@@ -89,11 +96,11 @@ def _line(cells):
 
 
 def with_table(text):
-    """The README's text with the table as it should be."""
+    """The page's text with the table as it should be."""
     before, _, rest = text.partition(BEGIN)
     _, _, behind = rest.partition(END)
     return f"{before}{BEGIN}\n{table()}{END}{behind}"
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
