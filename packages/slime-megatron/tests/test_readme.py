@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,6 +58,6 @@ def test_the_ten_names_are_there():
 @pytest.mark.skipif(not PAGE.exists(), reason="the page belongs to the repository, not to the package")
 def test_the_example_of_megatrons_other_arguments():
     [code] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    scope = {}
+    scope: dict[str, Any] = {}
     exec(compile(code, PAGE.name, "exec"), scope)
     assert scope["config"].megatron_args == {"decoupled_lr": 1e-5, "moe_router_dtype": "fp64"}
