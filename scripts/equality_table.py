@@ -1,4 +1,4 @@
-"""Print the trainer's equality tables, which its README shows, from the results of its tests.
+"""Print the trainer's equality tables, which docs/reference/layouts.md shows, from the results of its tests.
 
 scripts/test --full megatron
 python scripts/equality_table.py outputs/test/megatron.xml

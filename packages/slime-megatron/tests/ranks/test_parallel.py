@@ -113,7 +113,7 @@ def check(largest, bounds):
 
 
 def record(record_property, precision, name, layout, largest):
-    """A cell of the table in the README: see scripts/equality_table.py."""
+    """A cell of the table of docs/reference/layouts.md: see scripts/equality_table.py."""
     for key, value in {"precision": precision, "layout": layout, "family": name, **largest}.items():
         record_property(key, value)
 
