@@ -28,7 +28,7 @@ def test_it_does_with_checkpoints_that_the_loop_waits_for(whole_run: Ended, llam
 
     def ready() -> bool:
         manifest = read_manifest(tmp_path / "save")
-        return manifest is not None and manifest.iteration == 2 and trained(tmp_path, 3)()
+        return manifest is not None and manifest.iteration >= 2 and trained(tmp_path, 3)()
 
     end_run(command, tmp_path, send(signal.SIGKILL), ready=ready)
     resumed = end_run(command, tmp_path, finish, ready=trained(tmp_path, ROLLOUTS), log="resumed.txt")
