@@ -1,4 +1,4 @@
-"""Scoring 10,000 mathematical answers of which 2% never end or take all memory, against scoring the others alone.
+"""Scoring 10,000 mathematical answers where 2% never end or take all memory, against scoring the others alone.
 
 All go through `make_scorer` with `--rm-type math`, as the samples of a rollout do: 4 worker processes, 1 s and 1 GiB
 for each answer. No two answers are alike, so nothing comes from the cache; every reward is checked. `over ideal` is the
